@@ -6,20 +6,19 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from importlib.metadata import version
+from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
 import torch
 import trl
-from packaging.version import Version
 
 import trl_ext
 from drop_in_cases import Case
+from later_trl import environment_of, make_later_trl, run_python
 from run_losses import Record, Trainers, build
 from tiny import Workshop
-from trl_ext.compat import CORRECTS_TRUNCATED_SAMPLING
 from trl_ext.planning.plan import Decision, Plan
 
 OURS = Trainers.of(trl_ext)
@@ -254,14 +253,18 @@ def test_no_warning_where_the_ratio_is_not_biased(
     assert not [record for record in caplog.records if "biased" in record.getMessage()]
 
 
-def test_no_warning_where_trl_corrects_for_a_truncated_sampler(
-    workshop: Workshop, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert (Version(version("trl")) >= Version("1.17")) == CORRECTS_TRUNCATED_SAMPLING
-    monkeypatch.setattr("trl_ext.trainers.grpo.CORRECTS_TRUNCATED_SAMPLING", True)
-    with built(workshop, vllm=True, rollout="sampler", top_p=0.9) as trainer:
-        trainer.train()
-    assert not [record for record in caplog.records if "biased" in record.getMessage()]
+def print_warnings(root: str) -> None:
+    with built(Workshop(Path(root)), vllm=True, rollout="sampler", top_p=0.9) as trainer:
+        print(*trainer.explain().warnings)
+
+
+@pytest.mark.slow
+def test_a_later_trl_is_not_taken_for_one_that_corrects_the_ratio(workshop: Workshop, tmp_path: Path) -> None:
+    workshop.model("tied")
+    make_later_trl(tmp_path, [])
+    code = f"import test_pass_plan; test_pass_plan.print_warnings({str(workshop.root)!r})"
+    done = run_python(code, environment_of(tmp_path, Path(__file__).parent))
+    assert "The importance ratio to the sampler is biased" in done.stdout, done.stderr[-4000:]
 
 
 DROPOUT: dict[str, dict[str, Any]] = {

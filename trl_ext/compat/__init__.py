@@ -3,16 +3,12 @@
 from importlib.metadata import version
 
 from packaging.specifiers import SpecifierSet
-from packaging.version import Version
 
 SUPPORTED = {"trl": SpecifierSet(">=1.15,<2"), "transformers": SpecifierSet(">=5.17,<6")}
 # Later versions work too, unless a name in `names.py` has changed
 TESTED = {"trl": SpecifierSet(">=1.15,<1.17"), "transformers": SpecifierSet(">=5.17,<5.24")}
 
 FOUND = {name: version(name) for name in TESTED}
-
-# Whether TRL corrects for sampling from a truncated distribution (such as `top_p`)
-CORRECTS_TRUNCATED_SAMPLING = Version(FOUND["trl"]) >= Version("1.17")
 
 for name, versions in SUPPORTED.items():
     if not versions.contains(FOUND[name], prereleases=True):

@@ -47,7 +47,7 @@ class GRPOFacts(SampledFacts):
     # The sampler
     sampler_ratio: RatioRule | None  # None: the loss does not correct for the sampler
     sampler_gives_log_probs: bool
-    truncated_sampling: tuple[str, ...]  # arguments that truncate the sampling distribution, unless TRL corrects for it
+    truncated_sampling: tuple[str, ...]  # arguments that truncate the sampling distribution
     unknown_mask: str | None  # why it is not known which tokens the sampler could choose
     # What code of the user overrides
     has_own_pass: bool  # TRL's scoring pass

@@ -15,7 +15,6 @@ from accelerate.utils import set_seed
 from torch import Tensor
 from transformers.training_args import OptimizerNames
 
-from ..compat import CORRECTS_TRUNCATED_SAMPLING
 from ..compat import sampled as internals
 from ..compat.replaced import logged_times
 from ..config import AddedGRPOFields
@@ -145,7 +144,7 @@ class GRPOTrainer(ExactTrainer, trl.GRPOTrainer):
             has_entropy_bonus=bool(self._entropy_bonus_enabled),
             sampler_ratio=rule,
             sampler_gives_log_probs=self.use_vllm or self.rollout_func is not None,
-            truncated_sampling=truncated if options.keep_sampling_mask or not CORRECTS_TRUNCATED_SAMPLING else (),
+            truncated_sampling=truncated,
             unknown_mask=self._unknown_mask_reason(options.keep_sampling_mask) if truncated else None,
             has_own_pass=self._replaces("pass"),
             bypasses_loss=self._bypasses_loss,
@@ -230,6 +229,7 @@ class GRPOTrainer(ExactTrainer, trl.GRPOTrainer):
         self._ranks.check_same(batch["completion_ids"])
         self._part_training.start_micro_batch()
         if self.plan.loss_runs_passes:
+            # Log-probs of the planned passes would lack tokens that a subclass, or a loss that is not known, may read
             return self._subclass_loss(model, batch, return_outputs, num_items_in_batch)
         micro_batches = internals.merged_micro_batches(batch)
 
@@ -254,7 +254,7 @@ class GRPOTrainer(ExactTrainer, trl.GRPOTrainer):
         return loss
 
     def _subclass_loss(self, model: Any, batch: dict[str, Any], return_outputs: bool, num_items: Any) -> Tensor:
-        """Return the loss of an overridden method, which gets TRL's batch and runs its own passes."""
+        """Return an overridden loss, or one that is not known, which gets TRL's batch and runs its own passes."""
         scored = all_tokens(batch, of_tools=True)
         trl_batch = self._grpo_passes.batch_for_subclass(model, batch, scored)
         micro_batches = internals.merged_micro_batches(batch)
