@@ -64,9 +64,9 @@ FIRST ?= 0
 fuzz: $(VENV)
 	$(PYTHON) tests/support/fuzz.py --draws $(N) --first $(FIRST)
 
-# Short trainings with the code of this tree and with that of another commit: weights, metrics and texts, bit for bit.
+# Short trainings with the code of this tree and with that of a commit: weights, metrics and texts, bit for bit.
 # OPTIONS='--trainers dpo --draws 100': as the head of the script says
-OLD ?= 304e36c
+OLD ?= HEAD
 OPTIONS ?=
 same-bits: $(VENV)
 	rm -rf build/old
