@@ -18,6 +18,7 @@ from drop_in_cases import DPO_LOSSES, GRPO_LOSSES, Case
 from run_losses import Record, Trainers, build
 from tiny import Workshop
 from trl_ext.compat import dpo as internals
+from trl_ext.compat.reference import labels_of
 from trl_ext.planning.non_finite import (
     BOUND,
     PairExponential,
@@ -26,6 +27,7 @@ from trl_ext.planning.non_finite import (
     bounded_pairs,
 )
 from trl_ext.planning.sampler_ratio import RatioRule, SamplerRatio
+from trl_ext.trainers.dpo_loss import LossInputs
 
 LEVELS = ["token", pytest.param("sequence", marks=pytest.mark.slow)]
 
@@ -408,8 +410,8 @@ def test_other_loss_types_beside_read_the_reference_as_it_is(workshop: Workshop)
         mask = batch["completion_mask"][:, 1:]
         first = (mask.cumsum(1) == 1) & mask.bool()
         ours.model.zero_grad()
-        with internals.reference_given(ours, first * reference[:, None]):
-            loss = ours._dpo_loss.of_batch(ours.model, batch, False)
+        scores = internals.score_policy(ours, ours.model, batch, labels_of(batch))
+        loss = ours._loss(LossInputs(batch, scores, first * reference[:, None]), None)
         loss.backward()
         gradients = {name: x.grad for name, x in ours.model.named_parameters()}
         assert is_finite(ours, loss.item(), gradients)

@@ -416,7 +416,7 @@ def test_a_reference_pass_does_not_change_the_policy(case, workshop, tmp_path):
 
     handle = policy.get_base_model().get_input_embeddings().register_forward_hook(fail)
     try:
-        trainer._source._pass(batch)
+        trainer._source.run_pass(batch)
     except PassFailedError:
         assert case["fails"]
     finally:
@@ -431,7 +431,7 @@ def test_several_active_adapters_are_active_after_a_pass(workshop, tmp_path):
     policy.base_model.set_adapter(["default", "second"])
     trainer = build("dpo", trl_ext, workshop, tmp_path, policy)
     before = state_of(policy)
-    trainer._source._pass(next(iter(trainer.get_train_dataloader())))
+    trainer._source.run_pass(next(iter(trainer.get_train_dataloader())))
     assert_equal_states(before, state_of(policy))
 
 

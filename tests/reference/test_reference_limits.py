@@ -223,7 +223,7 @@ def test_frozen_parameters_stay_frozen(workshop, tmp_path):
     assert norms[1] == pytest.approx(norms[0], rel=1e-4)  # stock unfreezes them in the first reference pass
     failing = {"input_ids": torch.full((2, 4), 10**6), "completion_mask": torch.ones(2, 4)}
     with pytest.raises(IndexError):
-        subject._source._pass(failing)
+        subject._source.run_pass(failing)
     assert trained(subject.model) == before
 
 

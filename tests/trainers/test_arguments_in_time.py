@@ -30,7 +30,7 @@ def test_fields_that_change_after_the_trainer_is_built_count(bench: Bench):
 
     bench.dpo(subclass=later)
     assert bench.trainer.plan.source == "pass"
-    assert bench.trainer._dpo_loss.options.reward_scale == 5.0
+    assert bench.trainer._dpo_terms.options.reward_scale == 5.0
 
 
 def test_a_refused_argument_leaves_the_adapters_as_they_were(bench: Bench):

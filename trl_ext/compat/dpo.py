@@ -1,48 +1,31 @@
-"""The private parts of TRL's `DPOTrainer`, as functions of a trainer."""
+"""The private parts of TRL's `DPOTrainer`, as functions of a trainer.
 
-from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+Dimensions: B pairs, so 2B rows, the chosen ones first; S tokens of the longest row.
+"""
+
+import hashlib
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from functools import cache
 from typing import Any, Protocol
 
 import pyarrow.compute as pc
 import torch
 from datasets import Dataset
+from torch import Tensor
 
 from .choices import FusedCausalLMOutput
 from .reference import PAIR_COLUMNS, ReferenceInternals
 from .replaced import next_of, replaced
 
-
-class _Wrapper:
-    def __init__(self, wrapped: Any) -> None:
-        self._wrapped = wrapped
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._wrapped, name)
-
-
-class Recorded(_Wrapper):
-    """A model that records the `outputs` of its last scoring forward."""
-
-    outputs: Any = None
-
-    def __call__(self, *positional: Any, **keywords: Any) -> Any:
-        outputs = self._wrapped(*positional, **keywords)
-        if keywords.get("fused_lm_head"):
-            self.outputs = outputs
-        return outputs
-
-
-class _AsIfAlone(_Wrapper):
-    """An accelerator whose gathers return only this rank's values."""
-
-    def gather(self, tensor: Any) -> Any:
-        return tensor
-
-    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        return input_data
+# Digests of the source of TRL's loss in the releases that were read. No term of these reads a value that it gathers, so
+# the loss of a rank needs only the rank's own rows
+_LOSSES_OF_ONE_RANK = frozenset(
+    {
+        "5e58a1699e0d76cd093095fa24cfe6ca5cb950fa73ad769d4e4c483d6ff722d2",  # 1.15, 1.16
+    }
+)
 
 
 class DPOInternals(ReferenceInternals, Protocol):
@@ -55,77 +38,148 @@ class DPOInternals(ReferenceInternals, Protocol):
     train_dataset: Any
     _tokenizer: Any
 
-    def compute_ref_log_probs(self, model: Any, inputs: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]: ...
+    def compute_ref_log_probs(self, model: Any, inputs: dict[str, Any]) -> tuple[Tensor, Tensor]: ...
 
 
-def trl_loss(
-    trainer: DPOInternals, model: Any, batch: dict[str, Any], return_outputs: bool = False, but: Collection[str] = ()
-) -> Any:
-    """Compute TRL's loss for the loss types that are not in `but`; 0.0 if none is left."""
-    kept = [x for x in zip(trainer.loss_types, trainer.loss_weights, strict=True) if x[0] not in but]
-    with replaced(trainer, loss_types=[x for x, _ in kept], loss_weights=[x for _, x in kept]):
-        return next_of(trainer)._compute_loss(model, batch, return_outputs)
+# The policy's pass
 
 
-def recompute_trl_loss(
-    trainer: DPOInternals, outputs: Any, batch: dict[str, Any], but: Collection[str], sums: Any = None
-) -> Any:
-    """Compute TRL's loss again from `outputs`, without logging. `sums` replace the reference's summed log-probs."""
-    given: dict[str, Any] = {}
-    if sums is not None:
-        batch = {**batch, "ref_chosen_logps": sums[0], "ref_rejected_logps": sums[1]}
-        given = {"precompute_ref_logps": True, "aux_loss_enabled": False}
-    with replaced(trainer, **given), metrics_of_this_rank(trainer):
-        return trl_loss(trainer, lambda **_: outputs, batch, False, but)
+def score_policy(trainer: DPOInternals, model: Any, batch: dict[str, Any], labels: Tensor) -> FusedCausalLMOutput:
+    """Run the policy with the arguments that TRL's loss would give it. `labels`, `(2B, S)`: -100 is not scored."""
+    inputs = {name: x for name, x in batch.items() if name not in ("completion_mask", *PAIR_COLUMNS)}
+    inputs["use_cache"] = False
+    if trainer.aux_loss_enabled:
+        inputs["output_router_logits"] = True
+    scores: FusedCausalLMOutput = model(**inputs, labels=labels, fused_lm_head=True)
+    return scores
 
 
-def policy_sums(trainer: DPOInternals, outputs: Any, batch: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
-    return next_of(trainer).compute_ref_log_probs(lambda **_: outputs, batch)
+class Recorded:
+    """A model that records the `scores` of its last scoring forward."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self.scores: Any = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+    def __call__(self, *positional: Any, **keywords: Any) -> Any:
+        outputs = self._model(*positional, **keywords)
+        if keywords.get("fused_lm_head"):
+            self.scores = outputs
+        return outputs
 
 
-def reference_sums(trainer: DPOInternals, batch: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
-    if trainer.precompute_ref_logps:
-        return batch["ref_chosen_logps"], batch["ref_rejected_logps"]
-    return next_of(trainer).compute_ref_log_probs(trainer.ref_model, batch)
+# TRL's loss
 
 
-@contextmanager
-def metrics_of_this_rank(trainer: DPOInternals) -> Iterator[dict[str, list[float]]]:
-    """Make TRL log only this rank's rows, into the yielded dict, in the `with` block."""
-    found: dict[str, list[float]] = defaultdict(list)
-    alone = _AsIfAlone(trainer.accelerator)
-    with replaced(trainer, _metrics=dict.fromkeys(trainer._metrics, found), accelerator=alone, _total_train_tokens=0):
-        yield found
+def is_loss_of_one_rank(trainer: DPOInternals) -> bool:
+    """Whether the source of TRL's loss is known, and no term of it depends on the rows of other ranks."""
+    return _digest(next_of(trainer)._compute_loss.__func__) in _LOSSES_OF_ONE_RANK
 
 
-def _logged(trainer: DPOInternals) -> dict[str, list[float]]:
-    return trainer._metrics["train" if trainer.model.training else "eval"]
+@cache
+def _digest(function: Callable[..., Any]) -> str | None:
+    try:
+        return hashlib.sha256(inspect.getsource(function).encode()).hexdigest()
+    except OSError:  # an installation without sources
+        return None
 
 
-def log_metrics(trainer: DPOInternals, values: dict[str, float], mode: str | None = None) -> None:
-    logged = _logged(trainer) if mode is None else trainer._metrics[mode]
+class _AsIfAlone:
+    """An accelerator whose gathers return only this rank's values."""
+
+    def __init__(self, accelerator: Any) -> None:
+        self._accelerator = accelerator
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._accelerator, name)
+
+    def gather(self, tensor: Any) -> Any:
+        return tensor
+
+    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+        return input_data
+
+
+def loss_of_scores(
+    trainer: DPOInternals,
+    terms: list[tuple[str, float]],
+    reference: Tensor | Callable[..., Any] | None,
+    *,
+    rank_metrics: dict[str, list[float]] | None = None,
+    router_loss: bool = True,
+) -> AbstractContextManager[None]:
+    """Make TRL's loss in the `with` block compute `terms`, from log-probs of the reference that are finished.
+
+    Args:
+        terms (`list[tuple[str, float]]`): loss types with their weights.
+        reference (`Tensor` of shape `(2B, S - 1)` or `Callable`, *optional*):
+            log-probs, or a function to call as the model; None if the batch has the sums of the log-probs.
+        rank_metrics (`dict`, *optional*):
+            TRL logs the metrics of this rank's rows here, without a collective. By default, it logs those of all ranks.
+        router_loss (`bool`): whether the loss has the router loss, if the trainer has one.
+    """
+    members: dict[str, Any] = {
+        "loss_types": [name for name, _ in terms],
+        "loss_weights": [weight for _, weight in terms],
+        "ref_model": reference if callable(reference) else lambda **_: FusedCausalLMOutput(log_probs=reference),
+        "precompute_ref_logps": reference is None,
+        "aux_loss_enabled": trainer.aux_loss_enabled and router_loss,
+    }
+    if rank_metrics is not None:
+        members["_metrics"] = dict.fromkeys(trainer._metrics, rank_metrics)
+        members["_total_train_tokens"] = 0
+        members["accelerator"] = _AsIfAlone(trainer.accelerator)
+    for name in members:
+        # Set in vain, a name that TRL no longer has would train with another loss
+        getattr(trainer, name)
+    return replaced(trainer, **members)
+
+
+def completion_sums(trainer: DPOInternals, log_probs: Tensor, batch: dict[str, Any]) -> Tensor:
+    """Return `log_probs`, `(2B, S - 1)`, summed over each completion as in TRL's loss: `(2, B)`, without a graph."""
+
+    def outputs(**_: Any) -> FusedCausalLMOutput:
+        return FusedCausalLMOutput(log_probs=log_probs)
+
+    # Without a reference model, TRL would switch the adapters of the policy
+    with replaced(trainer, ref_model=outputs):
+        return torch.stack(next_of(trainer).compute_ref_log_probs(outputs, batch))
+
+
+# Metrics
+
+
+def mode_metrics(trainer: DPOInternals, mode: str | None = None) -> dict[str, list[float]]:
+    return trainer._metrics[mode or ("train" if trainer.model.training else "eval")]
+
+
+def log_metrics(trainer: DPOInternals, values: dict[str, float], metrics: dict[str, list[float]] | None = None) -> None:
+    """Log `values` in `metrics`, by default those that TRL logs now."""
+    metrics = mode_metrics(trainer) if metrics is None else metrics
     for name, value in values.items():
-        logged[name].append(value)
+        metrics[name].append(value)
 
 
 def log_tokens(trainer: DPOInternals, count: int) -> None:
     trainer._total_train_tokens += count
-    _logged(trainer)["num_tokens"] = [trainer._total_train_tokens]
+    mode_metrics(trainer)["num_tokens"] = [trainer._total_train_tokens]
 
 
 def drop_reward_metrics(trainer: DPOInternals) -> None:
-    metrics = _logged(trainer)
+    metrics = mode_metrics(trainer)
     for name in [name for name in metrics if name.startswith("rewards/")]:
         del metrics[name]
 
 
 def pairs_not_repeated(trainer: DPOInternals, pairs: int) -> int:
     """Return the number of this rank's `pairs`, without repeats that Accelerate adds to fill the last batch."""
-    replaceable = trainer.ref_model is not None and not isinstance(trainer.ref_model, torch.nn.Module)
-    replaceable = replaceable or trainer.precompute_ref_logps
-    accelerator, state = trainer.accelerator, trainer.accelerator.gradient_state
-    last = state.end_of_dataloader and (state.sync_gradients or not trainer.model.training)
-    if not (replaceable and last and state.remainder > 0 and accelerator.even_batches):
+    accelerator = trainer.accelerator
+    state = accelerator.gradient_state
+    is_last = state.end_of_dataloader and (state.sync_gradients or not trainer.model.training)
+    if not (is_last and state.remainder > 0 and accelerator.even_batches):
         return pairs
     return min(max(state.remainder - accelerator.process_index * pairs, 0), pairs)
 
@@ -136,90 +190,44 @@ def has_repeats(trainer: DPOInternals) -> bool:
     It does not read the dataloader's remainder, which differs after a checkpoint is resumed.
     """
     size = trainer.args.per_device_train_batch_size * trainer.accelerator.num_processes
-    whole = isinstance(trainer.train_dataset, Dataset) and len(trainer.train_dataset) % size == 0
-    return bool(trainer.accelerator.gradient_state.end_of_dataloader) and not whole
+    is_even = isinstance(trainer.train_dataset, Dataset) and len(trainer.train_dataset) % size == 0
+    return bool(trainer.accelerator.gradient_state.end_of_dataloader) and not is_even
 
 
-def pad_token_id(trainer: DPOInternals) -> int:
-    return int(trainer._tokenizer.pad_token_id)
+# Rows and pairs
 
 
-def loss_of_first_pairs(
-    trainer: DPOInternals, pairs: int, outputs: Any, batch: dict[str, Any], loss: Callable[[Any, dict[str, Any]], Any]
-) -> Any:
-    """Compute `loss` of the first `pairs` of a batch, from `outputs` of the whole batch, without gradients."""
-    chosen = list(range(pairs))
-    first = rows_of(dict(outputs.items()), rows_of_pairs(batch, chosen))
-    with part_given(trainer, chosen, batch) as part, torch.no_grad():
-        return loss(lambda **_: FusedCausalLMOutput(**first), part)
-
-
-def rows_of_pairs(batch: dict[str, Any], pairs: list[int]) -> torch.Tensor:
+def rows_of_pairs(batch: dict[str, Any], pairs: list[int]) -> Tensor:
     """Return the rows of `pairs` in a batch: the chosen ones, then the rejected ones."""
-    every = len(batch["completion_mask"]) // 2
-    return torch.tensor([*pairs, *(every + pair for pair in pairs)], device=batch["completion_mask"].device)
+    all_pairs = len(batch["completion_mask"]) // 2
+    rejected = [all_pairs + pair for pair in pairs]
+    return torch.tensor([*pairs, *rejected], device=batch["completion_mask"].device)
 
 
-def rows_of(values: dict[str, Any], rows: torch.Tensor) -> dict[str, Any]:
+def select_rows(values: dict[str, Any], rows: Tensor) -> dict[str, Any]:
     """Return the rows of all tensors of shape (2B, ...)."""
     return {name: x[rows.to(x.device)] if torch.is_tensor(x) and x.dim() > 1 else x for name, x in values.items()}
 
 
-def joined(outputs: list[dict[str, Any]], order: torch.Tensor) -> Any:
-    """Return the outputs of several forward passes as one, with their rows in `order`."""
-    last = outputs[-1]
-    whole = {name: torch.cat([x[name] for x in outputs])[order] for name, x in last.items() if x.dim() > 1}
-    return FusedCausalLMOutput(**{**last, **whole})
+def select_pairs(batch: dict[str, Any], pairs: list[int]) -> dict[str, Any]:
+    """Return a batch of some pairs."""
+    columns = {name: x[pairs] for name, x in batch.items() if name in PAIR_COLUMNS}
+    return select_rows(batch, rows_of_pairs(batch, pairs)) | columns
 
 
-@contextmanager
-def part_given(trainer: DPOInternals, pairs: list[int], batch: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield some pairs of a batch, and make TRL's loss read their reference log-probs in the `with` block."""
-    rows, given = rows_of_pairs(batch, pairs), {}
-    part = rows_of(batch, rows) | {name: x[pairs] for name, x in batch.items() if name in PAIR_COLUMNS}
-    if not trainer.precompute_ref_logps:
-        reference = FusedCausalLMOutput(log_probs=trainer.ref_model().log_probs[rows])
-        given["ref_model"] = lambda **_: reference
-    with replaced(trainer, **given):
-        yield part
+def select_scores(scores: FusedCausalLMOutput, rows: Tensor) -> FusedCausalLMOutput:
+    return FusedCausalLMOutput(**select_rows(dict(scores.items()), rows))
 
 
-@contextmanager
-def reference_given(
-    trainer: DPOInternals,
-    log_probs: torch.Tensor | Callable[[], torch.Tensor] | None,
-    run_if_changed: Callable[..., FusedCausalLMOutput] | None = None,
-) -> Iterator[None]:
-    """Make TRL's loss read `log_probs` `(2B, S - 1)` in the `with` block; `None` means the sums in the batch.
-
-    A function is called once, where TRL runs the reference: after the policy's pass.
-
-    Args:
-        run_if_changed (`Callable`, *optional*):
-            called with the reference's inputs. It returns `None` if they are those that `log_probs` belong to.
-    """
-
-    @cache
-    def outputs() -> FusedCausalLMOutput:
-        return FusedCausalLMOutput(log_probs=log_probs() if callable(log_probs) else log_probs)
-
-    def reference(**inputs: Any) -> Any:
-        changed = run_if_changed(**inputs) if inputs and run_if_changed is not None else None
-        return outputs() if changed is None else changed
-
-    with replaced(trainer, ref_model=reference, precompute_ref_logps=log_probs is None):
-        yield
+def join_scores(parts: list[dict[str, Any]], order: Tensor) -> FusedCausalLMOutput:
+    """Return the scores of several forwards as one, with their rows in `order`."""
+    last = parts[-1]
+    joined = {name: torch.cat([part[name] for part in parts])[order] for name, x in last.items() if x.dim() > 1}
+    return FusedCausalLMOutput(**{**last, **joined})
 
 
-def with_labels(model: Any, labels: torch.Tensor) -> Callable[..., Any]:
-    """Return `model`, called with `labels` in place of TRL's equal tensor, so that packing can reuse its layout."""
-
-    def call(*positional: Any, **keywords: Any) -> Any:
-        if keywords.get("fused_lm_head"):
-            keywords["labels"] = labels
-        return model(*positional, **keywords)
-
-    return call
+def pad_token_id(trainer: DPOInternals) -> int:
+    return int(trainer._tokenizer.pad_token_id)
 
 
 def largest_token_ids(dataset: Any, rows: int) -> Iterator[int | None]:

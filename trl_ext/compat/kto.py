@@ -1,14 +1,16 @@
 """The private parts of TRL's `KTOTrainer`, as functions of a trainer."""
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+import trl
 from torch import Tensor
 from torch.nn.functional import pad
 
 from .reference import ReferenceInternals
-from .replaced import replaced
+from .replaced import names_replaced, replaced
 
 _OF_ROWS = ("input_ids", "attention_mask", "completion_mask")
 # Entries of a batch with one value per row, which are not model inputs
@@ -53,3 +55,8 @@ def with_reference(batch: dict[str, Any], sums: list[Tensor]) -> dict[str, Any]:
 def reference_in_batch(trainer: ReferenceInternals) -> AbstractContextManager[None]:
     """Make TRL's loss read the reference's log-probs from the batch in the `with` block."""
     return replaced(trainer, precompute_ref_logps=True)
+
+
+def reference_run_by_trl(enter_reference: Callable[[], AbstractContextManager[None]]) -> AbstractContextManager[None]:
+    """Make TRL's loss run the policy with `enter_reference` where it would switch adapters, in the `with` block."""
+    return names_replaced(trl.KTOTrainer, use_adapter=lambda *_, **__: enter_reference())

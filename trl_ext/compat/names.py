@@ -28,16 +28,15 @@ _NAMES = {
     "trl.trainer.dpo_config:DPOConfig": "padding_free",
     "trl.trainer.dpo_trainer": "BaseTunerLayer get_peft_model is_peft_model",
     "trl.trainer.dpo_trainer:DPOTrainer": (
-        '"completion_mask" "input_ids" "ref_chosen_logps" "ref_rejected_logps" __init__ '
-        "__init_subclass__ _init_training_state _is_vision_dataset _metrics _precompute_engine "
-        "_signature_columns _tag_names _tokenizer _total_train_tokens accelerator add_callback args "
-        "aux_loss_enabled beta callback_handler compute_metrics create_model_card "
-        "current_gradient_accumulation_steps data_collator deepspeed eval_dataset evaluation_loop "
-        "f_alpha_divergence_coef f_divergence_type gather_function get_batch_samples "
-        "get_decay_parameter_names get_optimizer_cls_and_kwargs is_deepspeed_enabled is_fsdp_enabled "
-        "is_in_train is_world_process_zero label_smoothing loss_types loss_weights lr_scheduler model "
-        "model_wrapped neftune_noise_alpha optimizer padding_free precompute_ref_logps push_to_hub "
-        "ref_model save_model state train train_dataset training_step"
+        '"completion_mask" "input_ids" "ref_chosen_logps" "ref_rejected_logps" __init_subclass__ '
+        "_init_training_state _is_vision_dataset _metrics _precompute_engine _signature_columns "
+        "_tag_names _tokenizer _total_train_tokens accelerator add_callback args aux_loss_enabled beta "
+        "callback_handler compute_metrics create_model_card current_gradient_accumulation_steps "
+        "data_collator deepspeed eval_dataset evaluation_loop f_alpha_divergence_coef f_divergence_type "
+        "gather_function get_batch_samples get_decay_parameter_names get_optimizer_cls_and_kwargs "
+        "is_deepspeed_enabled is_fsdp_enabled is_in_train is_world_process_zero label_smoothing "
+        "loss_types loss_weights lr_scheduler model model_wrapped neftune_noise_alpha optimizer "
+        "padding_free push_to_hub ref_model save_model state train train_dataset training_step"
     ),
     "trl.trainer.grpo_config:GRPOConfig": "_VALID_DICT_FIELDS",
     "trl.trainer.grpo_trainer": "BaseTunerLayer VLLMGeneration gather gather_object get_peft_model is_peft_model",

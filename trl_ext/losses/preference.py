@@ -41,20 +41,18 @@ class Pairs:
         return self.chosen_reward - self.rejected_reward
 
 
-def pairs_of(
-    log_probs: Tensor, completion_mask: Tensor, reference: tuple[Tensor, Tensor], rewards: tuple[Tensor, ...]
-) -> Pairs:
+def pairs_of(log_probs: Tensor, completion_mask: Tensor, reference_2B: Tensor, rewards: tuple[Tensor, ...]) -> Pairs:
     """Return the pairs of a batch whose first half has the chosen completions, and whose second half the rejected ones.
 
     Args:
         log_probs (`Tensor` of shape `(2B, S - 1)`): policy log-probs, 0 at positions that are not scored.
         completion_mask (`Tensor` of shape `(2B, S)`): 1 where a token belongs to the completion.
-        reference (`tuple[Tensor, Tensor]`): `(B,)` each, reference log-probs summed over the same positions.
+        reference_2B (`Tensor` of shape `(2, B)`): reference log-probs summed over the same positions.
         rewards (`tuple[Tensor, ...]`): `(B,)` each, chosen and rejected rewards from the dataset; or empty.
     """
     chosen, rejected = log_probs.sum(1).chunk(2)
     chosen_tokens, rejected_tokens = completion_mask[:, 1:].sum(1).chunk(2)
-    return Pairs(chosen - reference[0], rejected - reference[1], chosen_tokens, rejected_tokens, *rewards)
+    return Pairs(chosen - reference_2B[0], rejected - reference_2B[1], chosen_tokens, rejected_tokens, *rewards)
 
 
 @dataclass(frozen=True)

@@ -107,13 +107,12 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
             return
         trls: Any = cls._trl_trainer
         cls._tag_names = [*trls._tag_names, "trl_ext"]
-        if "__init__" not in vars(cls):
 
-            @functools.wraps(trls.__init__)
-            def init(self: Any, *positional: Any, **keywords: Any) -> None:
-                self._construct(positional, keywords)
+        @functools.wraps(trls.__init__)
+        def init(self: Any, *positional: Any, **keywords: Any) -> None:
+            self._construct(positional, keywords)
 
-            cls.__init__ = init  # type: ignore[method-assign]
+        cls.__init__ = init  # type: ignore[method-assign]
 
     def _begin(self, positional: tuple[Any, ...], keywords: dict[str, Any]) -> dict[str, Any]:
         """Check the arguments and create the parts, before TRL's `__init__`. Returns the arguments by name."""

@@ -12,6 +12,7 @@ from ..distributed.ranks import Ranks
 from ..planning.dpo import DPOPlan
 from ..planning.micro_batches import UNSHARED, RowTokens, StepRows, content_hash
 from ..planning.plan import PackingPlan
+from .dpo_metrics import DPOMetrics
 from .part_training import PartTraining
 from .row_balance import RowBalance
 
@@ -28,8 +29,14 @@ class Trainer(internals.DPOInternals, Protocol):
 
 
 class DPOBatches:
-    def __init__(self, trainer: Trainer, ranks: Ranks, balance: RowBalance, part_training: PartTraining) -> None:
-        self.trainer, self.ranks, self.balance, self.part_training = trainer, ranks, balance, part_training
+    def __init__(
+        self, trainer: Trainer, ranks: Ranks, balance: RowBalance, metrics: DPOMetrics, part_training: PartTraining
+    ) -> None:
+        self.trainer = trainer
+        self.ranks = ranks
+        self.balance = balance
+        self.metrics = metrics
+        self.part_training = part_training
         self.merged = 1  # how many micro-batches of TRL's the last one of the optimizer step stands for
 
     def rearranged(self, samples: list[Any]) -> list[Any]:
@@ -37,10 +44,13 @@ class DPOBatches:
 
         If they are merged, the last one holds all pairs, and those before it have none.
         """
-        plan, self.part_training.divides_loss, self.merged = self.trainer.plan, True, 1
+        plan = self.trainer.plan
+        self.part_training.divides_loss = True
+        self.merged = 1
         if not samples or not (plan.balances or plan.merges):
             return samples
-        count, columns = len(samples), self._columns()
+        count = len(samples)
+        columns = self._columns()
         pairs = self._pairs(samples, columns)
         if self.ranks.any(not pairs):
             return samples
@@ -49,11 +59,13 @@ class DPOBatches:
             step = StepRows(size, count).merged if plan.merges else StepRows(size, count)
             tokens = pair_tokens(_batch(pairs, columns), self.trainer._packing_plan())
             pairs = self.balance.reorder(pairs, tokens, columns, step, completions=2)
-            # Before the first step, the policy may still be in evaluation mode
-            internals.log_metrics(self.trainer, self.balance.metrics(), mode="train")
+            self.metrics.record_balance()
         if plan.merges:
-            self.part_training.divides_loss, self.merged, whole = False, count, _batch(pairs, columns)
-            return [{name: x[:0] for name, x in whole.items()}] * (count - 1) + [whole]
+            self.part_training.divides_loss = False
+            self.merged = count
+            merged_batch = _batch(pairs, columns)
+            without_rows = {name: x[:0] for name, x in merged_batch.items()}
+            return [without_rows] * (count - 1) + [merged_batch]
         starts = range(0, size * count, size)
         return [_batch({name: x[i : i + size] for name, x in pairs.items()}, columns) for i in starts]
 

@@ -1,188 +1,159 @@
-"""The DPO loss of a batch: TRL's terms without overflow, the terms that TRL lacks, and metrics of all ranks."""
+"""What TRL's DPO loss reads in place of passes, the terms that it lacks, and those whose exponentials overflow.
 
-from collections.abc import Callable
-from functools import partial
+Dimensions: B pairs, so 2B rows, the chosen ones first; S tokens of the longest row.
+"""
+
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from ..compat import dpo as internals
-from ..compat.overrides import overrides_below
+from ..compat.choices import FusedCausalLMOutput
 from ..config import AddedDPOFields
-from ..distributed.ranks import Ranks
-from ..losses.preference import PREFERENCE_LOSSES, READ_REWARDS, LossOptions, pairs_of, rpo_margins, smoothing_term
-from ..losses.reward_columns import REWARD_COLUMNS
-from ..losses.weighted_metrics import Counts, counts_of, of_all_ranks, weighted
-from ..planning.dpo import DPOPlan
+from ..losses.preference import PREFERENCE_LOSSES, READ_REWARDS, LossOptions, Pairs, pairs_of, smoothing_term
 from ..planning.non_finite import PairExponential, bounded_pairs
-from ..planning.parts import few_parts
-from ..planning.plan import PackingPlan
-from ..scoring.scorer import Scorer
-from .dpo_batches import pair_tokens
-from .part_training import PartTraining
+from .dpo_metrics import DPOMetrics
+
+Terms = list[tuple[str, float]]  # loss types with their weights
+
+
+@dataclass(frozen=True)
+class LossInputs:
+    """What TRL's loss of a batch reads in place of the passes of policy and reference."""
+
+    batch: dict[str, Any]
+    scores: FusedCausalLMOutput  # of the policy, `(2B, S - 1)` each
+    reference: Tensor | None  # its log-probs, `(2B, S - 1)`; None if the batch has their sums over each completion
+
+    @property
+    def pairs(self) -> int:
+        return len(self.batch["completion_mask"]) // 2
+
+    def of_pairs(self, pairs: int) -> "LossInputs":
+        """Return the inputs of the first `pairs`."""
+        first = list(range(pairs))
+        rows = internals.rows_of_pairs(self.batch, first)
+        return LossInputs(
+            internals.select_pairs(self.batch, first),
+            internals.select_scores(self.scores, rows),
+            None if self.reference is None else self.reference[rows],
+        )
+
+    def with_reference_sums(self, sums_2B: Tensor) -> "LossInputs":
+        sums = {"ref_chosen_logps": sums_2B[0], "ref_rejected_logps": sums_2B[1]}
+        return replace(self, batch={**self.batch, **sums}, reference=None)
+
+
+@dataclass(frozen=True)
+class LossTerms:
+    """The terms of a loss, by who computes them."""
+
+    of_trl: Terms
+    bounded: list[tuple[str, float, Tensor]]  # TRL's that overflow, with sums of the reference, `(2, B)`, that do not
+    added: Terms  # which TRL lacks; with "sft" its label smoothing
 
 
 class Trainer(internals.DPOInternals, Protocol):
-    """The trainer members that the loss reads."""
+    """The trainer members that the terms read."""
 
     beta: float
     label_smoothing: float
     f_divergence_type: str
     f_alpha_divergence_coef: float
 
-    @property
-    def plan(self) -> DPOPlan: ...
 
-    def _packing_plan(self) -> PackingPlan: ...
+class DPOTerms:
+    """Divides the terms of the loss into TRL's and ours, and computes ours."""
 
-
-class DPOLoss:
-    def __init__(
-        self,
-        trainer: Trainer,
-        ranks: Ranks,
-        scorer: Scorer,
-        labels_of: Callable[[dict[str, Any]], Tensor],
-        part_training: PartTraining,
-    ) -> None:
-        self.trainer, self.ranks, self.scorer, self._labels_of = trainer, ranks, scorer, labels_of
-        self._part_training = part_training
-        self._order: Tensor | None = None  # of the rows of all forward passes, to those of the batch
-        self.classes = 0
-        self.columns: tuple[str, ...] = ()
-        self.counted: list[int] | None = None  # token counts of a batch's passes, if gathered with its metrics
+    def __init__(self, trainer: Trainer, metrics: DPOMetrics) -> None:
+        self.trainer = trainer
+        self.metrics = metrics
+        self.vocabulary = 0
+        self.columns: tuple[str, ...] = ()  # of the data set: the rewards, if a term reads them
 
     @property
     def options(self) -> AddedDPOFields:
         """The added fields, read at each use because a user may change `trainer.args`."""
         return AddedDPOFields.of(self.trainer.args)
 
-    def of_batch(self, model: Any, batch: dict[str, Any], return_outputs: bool) -> Any:
-        """Compute the loss in place of TRL's `_compute_loss`. One gather combines the metrics of all ranks."""
-        trainer, labels, self._order = self.trainer, self._labels_of(batch), None
-        self._part_training.start_micro_batch()
-        budget = self.options.max_tokens_per_micro_batch
-        if budget is not None and trainer.plan.splits and self._part_training.is_possible and not return_outputs:
-            model = self._parts_trained(model, batch, labels, budget)
-        elif overrides_below(trainer, "_compute_loss") is None:  # otherwise TRL's labels may be those of another batch
-            model = internals.with_labels(model, labels)
-        if trainer.accelerator.state.num_processes == 1:
-            return self._of_rank(model, batch, return_outputs)
-        every = len(batch["completion_mask"]) // 2
-        pairs = internals.pairs_not_repeated(trainer, every)
-        scored = internals.Recorded(model)
-        with internals.metrics_of_this_rank(trainer) as found:
-            result = self._of_rank(scored, batch, return_outputs)
-        counts = counts_of(batch["completion_mask"]) if pairs == every else Counts()
-        if 0 < pairs < every:
+    @property
+    def of_trl(self) -> Terms:
+        return [(name, weight) for name, weight in self._weights() if name not in PREFERENCE_LOSSES]
 
-            def of_part(outputs: Any, part: dict[str, Any]) -> Any:
-                nonlocal counts
-                counts = counts_of(part["completion_mask"])
-                return self._of_rank(outputs, part, False)
+    @property
+    def read_scores(self) -> bool:
+        """Whether a term of ours, or an exponential that may overflow, reads the policy's scores."""
+        return bool(self._added() or self._exponentials())
 
-            with internals.metrics_of_this_rank(trainer) as found:
-                loss = internals.loss_of_first_pairs(trainer, pairs, scored.outputs, batch, of_part)
-            if not trainer.model.training:
-                result = (loss, result[1]) if return_outputs else loss
-        self._log_of_all_ranks(found, counts)
-        return result
-
-    def _parts_trained(self, model: Any, batch: dict[str, Any], labels: Tensor, budget: int) -> Callable[..., Any]:
-        """Train all parts of a batch but the last. Returns a model that runs the last, with the outputs of all."""
-        trainer, every = self.trainer, len(labels) // 2
-        tokens = pair_tokens(batch, trainer._packing_plan())
-        parts = few_parts(tokens, list(range(every)), budget)
-        most = max(count[0] for count in self.ranks.gather_counts([len(parts)]))
-        *first, last = few_parts(tokens, list(range(every)), budget, at_least=most)
-        rows = [internals.rows_of_pairs(batch, pairs) for pairs in (*first, last)]
-        done: list[Any] = []
-
-        def trained(pairs: list[int], rows: Tensor) -> Tensor:
-            scored = internals.Recorded(internals.with_labels(model, labels[rows]))
-            with internals.part_given(trainer, pairs, batch) as part:
-                loss = self._of_rank(scored, part, False) * (len(pairs) / every)
-            done.append({name: x.detach() for name, x in scored.outputs.items()})
-            return loss
-
-        for pairs, of_part in zip(first, rows[:-1], strict=True):
-            aside = internals.metrics_of_this_rank(trainer)
-            self._part_training.train_part(model, batch, None, partial(trained, pairs, of_part), aside)
-        order = self._order = torch.cat(rows).argsort()
-
-        def run(**inputs: Any) -> Any:
-            if not inputs.get("fused_lm_head"):
-                return model(**inputs)
-            scored = internals.with_labels(model, labels[rows[-1]])(**internals.rows_of(inputs, rows[-1]))
-            return internals.joined([*done, dict(scored.items())], order)
-
-        return run
-
-    def in_order(self, values: list[Tensor]) -> Tensor:
-        """Return what the forward passes of a batch gave, `(rows, ...)` each, as rows of the batch."""
-        return values[0] if self._order is None else torch.cat(values)[self._order]
-
-    def _log_of_all_ranks(self, found: dict[str, list[float]], counts: Counts) -> None:
-        values = {name: of_batch[-1] for name, of_batch in found.items()}
-        tokens = values.pop("num_tokens", 0)
-        mean = weighted(values, counts)
-        numbers = [*mean, tokens if counts.pairs else 0, *self.scorer.take_counts()]
-        row = torch.tensor([numbers], dtype=torch.float64, device=self.ranks.device)
-        gathered = self.ranks.accelerator.gather(row)
-        internals.log_metrics(self.trainer, of_all_ranks(sorted(values), gathered[:, : len(mean)]))
-        total, *counted = map(int, gathered[:, len(mean) :].sum(0).tolist())
-        self.counted = [a + b for a, b in zip(self.counted or (0, 0, 0, 0), counted, strict=True)]
-        internals.log_tokens(self.trainer, total)
-
-    def _of_rank(self, model: Any, batch: dict[str, Any], return_outputs: bool) -> Any:
-        weights = list(zip(self.trainer.loss_types, self.trainer.loss_weights, strict=True))
-        own = [(name, weight) for name, weight in weights if name in PREFERENCE_LOSSES]
-        smoothed = [weight for name, weight in weights if name == "sft" and self.options.sft_label_smoothing]
-        known = {name: x for name, x in batch.items() if name not in REWARD_COLUMNS}
-        if not own and not smoothed:
-            return self._of_trl(model, known, return_outputs, but=set())
-        scored = internals.Recorded(model)
-        result = self._of_trl(scored, known, return_outputs, but=set(PREFERENCE_LOSSES))
-        loss = result[0] if return_outputs else result
-        if own:
-            loss = loss + self._of_pairs(own, scored.outputs, batch)
-        for weight in smoothed:
-            loss = loss + weight * self._of_smoothing(scored.outputs, batch["completion_mask"])
-        return (loss, result[1]) if return_outputs else loss
-
-    def _of_trl(self, model: Any, batch: dict[str, Any], return_outputs: bool, but: set[str]) -> Any:
-        """Compute TRL's terms. Terms whose exponentials overflow use reference log-probs nearer to the policy's."""
-        trainer, exponentials = self.trainer, {}
-        given = {"beta": trainer.beta, "label_smoothing": trainer.label_smoothing}
-        given["alpha"] = trainer.f_alpha_divergence_coef
-        for name, weight in zip(trainer.loss_types, trainer.loss_weights, strict=True):
-            found = PairExponential.of(name, trainer.f_divergence_type, weight=weight, **given)
-            if found is not None and name not in but:
-                exponentials[name] = found
+    def of(self, loss_inputs: LossInputs) -> LossTerms:
+        exponentials = self._exponentials()
         if not exponentials:
-            return internals.trl_loss(trainer, model, batch, return_outputs, but)
-        scored = internals.Recorded(model)
-        result = internals.trl_loss(trainer, scored, batch, return_outputs, but)
-        policy_2B = torch.stack(internals.policy_sums(trainer, scored.outputs, batch)).detach()
-        reference_2B = torch.stack(internals.reference_sums(trainer, batch))
-        moved = {name: bounded_pairs(policy_2B, reference_2B, x) for name, x in exponentials.items()}
-        overflows = {name: x for name, x in moved.items() if x is not None}
-        if not overflows:
-            return result
-        loss = internals.recompute_trl_loss(trainer, scored.outputs, batch, {*but, *overflows})
-        for name, sums in overflows.items():
-            others = set(trainer.loss_types) - {name}
-            loss = loss + internals.recompute_trl_loss(trainer, scored.outputs, batch, others, sums)
-        return (loss, result[1]) if return_outputs else loss
+            return LossTerms(self.of_trl, [], self._added())
+        policy_2B = internals.completion_sums(self.trainer, loss_inputs.scores.log_probs, loss_inputs.batch).detach()
+        reference_2B = self._reference_sums(loss_inputs)
+        of_trl: Terms = []
+        bounded: list[tuple[str, float, Tensor]] = []
+        for name, weight in self.of_trl:
+            exponential = exponentials.get(name)
+            sums_2B = None if exponential is None else bounded_pairs(policy_2B, reference_2B, exponential)
+            if sums_2B is None:
+                of_trl.append((name, weight))
+            else:
+                bounded.append((name, weight, sums_2B))
+        return LossTerms(of_trl, bounded, self._added())
 
-    def _of_pairs(self, own: list[tuple[str, float]], outputs: Any, batch: dict[str, Any]) -> Tensor:
-        completion_mask = batch["completion_mask"]
+    def _weights(self) -> Terms:
+        return list(zip(self.trainer.loss_types, self.trainer.loss_weights, strict=True))
+
+    def _added(self) -> Terms:
+        added = [(name, weight) for name, weight in self._weights() if name in PREFERENCE_LOSSES]
+        smoothed = [(name, weight) for name, weight in self._weights() if name == "sft"]
+        return [*added, *smoothed] if smoothed and self.options.sft_label_smoothing else added
+
+    def _exponentials(self) -> dict[str, PairExponential]:
+        trainer = self.trainer
+        exponentials = {}
+        for name, weight in self.of_trl:
+            exponential = PairExponential.of(
+                name,
+                trainer.f_divergence_type,
+                alpha=trainer.f_alpha_divergence_coef,
+                beta=trainer.beta,
+                label_smoothing=trainer.label_smoothing,
+                weight=weight,
+            )
+            if exponential is not None:
+                exponentials[name] = exponential
+        return exponentials
+
+    def _reference_sums(self, loss_inputs: LossInputs) -> Tensor:
+        if loss_inputs.reference is None:
+            batch = loss_inputs.batch
+            return torch.stack([batch["ref_chosen_logps"], batch["ref_rejected_logps"]])
+        return internals.completion_sums(self.trainer, loss_inputs.reference, loss_inputs.batch)
+
+    def add(self, loss: Any, added: Terms, loss_inputs: LossInputs, rank_metrics: dict[str, list[float]] | None) -> Any:
+        """Return TRL's loss plus the terms that TRL lacks, and log their metrics, perhaps in `rank_metrics`."""
+        preferences = [(name, weight) for name, weight in added if name in PREFERENCE_LOSSES]
+        if preferences:
+            loss = loss + self._of_preferences(preferences, loss_inputs, rank_metrics)
+        for name, weight in added:
+            if name == "sft":
+                loss = loss + weight * self._of_smoothing(loss_inputs)
+        return loss
+
+    def _of_preferences(
+        self, terms: Terms, loss_inputs: LossInputs, rank_metrics: dict[str, list[float]] | None
+    ) -> Tensor:
+        completion_mask = loss_inputs.batch["completion_mask"]
         pairs = pairs_of(
-            outputs.log_probs[:, 1 - completion_mask.shape[1] :],
+            # Prompt tuning puts virtual tokens before those of the batch
+            loss_inputs.scores.log_probs[:, 1 - completion_mask.shape[1] :],
             completion_mask,
-            internals.reference_sums(self.trainer, batch),
-            tuple(batch[name] for name in self.columns),
+            self._reference_sums(loss_inputs),
+            tuple(loss_inputs.batch[name] for name in self.columns),
         )
         options = LossOptions(
             beta=self.trainer.beta,
@@ -190,19 +161,25 @@ class DPOLoss:
             reward_scale=self.options.reward_scale,
             rpo_average_log_probs=self.options.rpo_average_log_probs,
         )
-        if not READ_REWARDS.isdisjoint(name for name, _ in own):
-            with torch.no_grad():
-                margin, target = rpo_margins(pairs, options)
-                means = {"target_margins": target.mean(), "margin_errors": (margin - target).abs().mean()}
-                internals.log_metrics(self.trainer, {f"rewards/{name}": x.item() for name, x in means.items()})
-        return torch.stack([weight * PREFERENCE_LOSSES[name](pairs, options).mean() for name, weight in own]).sum()
+        if not READ_REWARDS.isdisjoint(name for name, _ in terms):
+            self.metrics.record_margins(pairs, options, rank_metrics)
+        return torch.stack([weight * _mean_loss(name, pairs, options) for name, weight in terms]).sum()
 
-    def _of_smoothing(self, outputs: Any, completion_mask: Tensor) -> Tensor:
-        mask = completion_mask[:, 1:].chunk(2)[0]
-        of_chosen, means = (x[: len(mask), -mask.shape[1] :] for x in (outputs.log_probs, outputs.mean_log_probs))
+    def _of_smoothing(self, loss_inputs: LossInputs) -> Tensor:
+        mask_BS = loss_inputs.batch["completion_mask"][:, 1:].chunk(2)[0]
+        pairs, tokens = mask_BS.shape
+        scores = loss_inputs.scores
+        assert scores.log_probs is not None
+        assert scores.mean_log_probs is not None
         return smoothing_term(
-            *(of_chosen, means, mask),
+            scores.log_probs[:pairs, -tokens:],
+            scores.mean_log_probs[:pairs, -tokens:],
+            mask_BS,
             smoothing=self.options.sft_label_smoothing,
             convention=self.options.sft_label_smoothing_convention,
-            vocabulary=self.classes,
+            vocabulary=self.vocabulary,
         )
+
+
+def _mean_loss(name: str, pairs: Pairs, options: LossOptions) -> Tensor:
+    return PREFERENCE_LOSSES[name](pairs, options).mean()

@@ -1,19 +1,20 @@
 """DPO's reference log-probs: each batch gets them from the user's columns, the store or a forward pass."""
 
-from contextlib import AbstractContextManager
-from functools import partial
+from collections.abc import Callable
+from functools import cache
 from typing import Any, Protocol
 
 import torch
 from datasets import Dataset
+from torch import Tensor
 from transformers.training_args import OptimizerNames
 
 from ..compat import dpo as internals
-from ..compat.overrides import STEP, overrides, overrides_below
+from ..compat.choices import FusedCausalLMOutput
+from ..compat.overrides import STEP, overrides
 from ..compat.reference import holds_images, labels_of, score_as_reference
 from ..compat.replaced import unrecorded_pass
 from ..config import AddedDPOFields
-from ..packing.packing import LastResult
 from ..packing.support import positions_by_length
 from ..planning.dpo import DPOFacts, DPOPlan, plan_dpo
 from ..planning.parts import few_parts
@@ -39,7 +40,6 @@ class DPOReference(reference_source.ReferenceSource):
 
     def __init__(self, *parts: Any) -> None:
         super().__init__(*parts)
-        self._labels = LastResult()
         self._columns_seen: dict[str, tuple[Any, bool]] = {}
 
     @property
@@ -95,60 +95,92 @@ class DPOReference(reference_source.ReferenceSource):
 
     # For each batch
 
-    def supplied(self, inputs: dict[str, Any], from_columns: bool) -> AbstractContextManager[None]:
-        """Give TRL's loss the batch's reference log-probs from the planned source, in the `with` block."""
+    @property
+    def draws_after_policy(self) -> bool:
+        """Whether the reference runs after the policy, because its random draws come after those of the policy in TRL.
+
+        Where batches may have columns, ranks would differ.
+        """
         plan = self.host.plan
-        self._labels = LastResult()  # new for each batch, because a collator may reuse the same tensors
-        if from_columns:
-            check_batch(inputs)
-        log_probs: Any
-        if plan.source == "pass" and self.ranks.any(not from_columns):
-            log_probs = partial(self._pass, inputs, model=self._model(prepared=True))
-            # Random draws of the reference come after those of the policy, as in TRL. With columns, ranks may differ
-            if plan.facts.varies is None or plan.facts.with_columns:
-                log_probs = log_probs()
+        return plan.source == "pass" and plan.facts.varies is not None and not plan.facts.with_columns
+
+    def score(self, batch: dict[str, Any], labels: Tensor) -> Tensor | None:
+        """Return log-probs of a batch from the planned source, `(2B, S - 1)`; None if it has their sums in columns.
+
+        All ranks call it: if the reference runs on one of them, it runs on all.
+
+        Args:
+            labels (`Tensor`): those of the policy's pass, because packing finds its layout again by the same tensors.
+        """
+        has_columns = have_columns(batch, "A batch")
+        if has_columns:
+            check_batch(batch)
+
+        def run_rows(rows: dict[str, Any]) -> Tensor:
+            # The store runs the batch itself, or the rows of it that are missing
+            return self.run_pass(rows, labels=labels if rows is batch else None)
+
+        source = self.host.plan.source
+        if source == "pass" and self.ranks.any(not has_columns):
+            log_probs = run_rows(batch)
         else:
-            log_probs = self._found(inputs, wanted=plan.source == "store" and not from_columns)
-        run_if_changed = None
-        if not from_columns and overrides_below(self.host, "_compute_loss") is not None and not self.is_read:
-            # `super()` of our `_compute_loss` is then code of the user, which may pass another batch on to TRL
-            run_if_changed = partial(self._run_if_changed, inputs, self._model(prepared=True))
-        return internals.reference_given(self.host, None if from_columns else log_probs, run_if_changed)
+            log_probs = self._from_store(batch, run_rows, is_needed=source == "store" and not has_columns)
+        return None if has_columns else log_probs
 
-    def _run_if_changed(self, batch: dict[str, torch.Tensor], model: Any, **inputs: Any) -> Any:
-        """Return the reference's outputs for `inputs`; `None` if they are those of `batch`."""
-        known = {**batch, "labels": self.labels_of(batch)}
-        if all(torch.equal(inputs[name], known[name]) for name in ("input_ids", "attention_mask", "labels")):
-            return None
-        with unrecorded_pass(self.host), self.weights.entered():
-            return model(**inputs)
+    def model_in_override(self, batch: dict[str, Any]) -> Callable[..., Any] | None:
+        """Return what code of the user between ours and TRL's loss calls as the reference; None if it reads sums.
 
-    def columns_of(self, batch: dict[str, Any]) -> dict[str, torch.Tensor]:
+        It returns the log-probs of `batch`. If that code has passed another batch on to TRL, the reference runs.
+        """
+        labels = labels_of(batch)
+        if have_columns(batch, "A batch"):
+            return self.score(batch, labels)  # type: ignore[return-value]
+        log_probs = None
+        if self.draws_after_policy:
+            self.ranks.any(True)  # as `score` asks on ranks whose batch has columns
+        else:
+            log_probs = self.score(batch, labels)
+        # TRL's loss does not run the reference if its sums were precomputed
+        model = None if self.is_read else self._model(prepared=True)
+
+        @cache
+        def outputs() -> FusedCausalLMOutput:
+            return FusedCausalLMOutput(
+                log_probs=self.run_pass(batch, labels=labels, model=model) if log_probs is None else log_probs
+            )
+
+        def reference(**inputs: Any) -> Any:
+            if inputs and model is not None and not _same_inputs(inputs, {**batch, "labels": labels}):
+                with unrecorded_pass(self.host), self.weights.entered():
+                    return model(**inputs)
+            return outputs()
+
+        return reference
+
+    def columns_of(self, batch: dict[str, Any]) -> dict[str, Tensor]:
         """Return the entries of `batch` that TRL precomputes."""
-        with internals.reference_given(self.host, self._found(batch)):
-            chosen, rejected = internals.reference_sums(self.host, batch)
+        chosen, rejected = internals.completion_sums(self.host, self._from_store(batch, self.run_pass), batch)
         return {"ref_chosen_logps": chosen, "ref_rejected_logps": rejected}
 
-    def _pass(self, batch: dict[str, Any], prepared: bool = True, model: Any = None) -> torch.Tensor:
+    def run_pass(
+        self, batch: dict[str, Any], prepared: bool = True, *, labels: Tensor | None = None, model: Any = None
+    ) -> Tensor:
         """Return the reference's log-probs of `batch`. `prepared`: whether Accelerate has prepared the policy."""
-        if not prepared:
-            self._labels = LastResult()
         model = self._model(prepared) if model is None else model
-        labels, budget = self.labels_of(batch), self.options.max_tokens_per_micro_batch
+        labels = labels_of(batch) if labels is None else labels
+        budget = self.host.plan.facts.max_tokens_per_micro_batch
         with unrecorded_pass(self.host), self.weights.entered():
             if budget is None or not self.host.model.training or not prepared:
                 return score_as_reference(self.host, model, batch, labels)
             parts = few_parts(sequence_tokens(batch, self.host._packing_plan()), list(range(len(labels))), budget)
             most = max(count[0] for count in self.ranks.gather_counts([len(parts)]))
             log_probs = labels.new_zeros(len(labels), labels.shape[1] - 1, dtype=torch.float32)
-            for rows in parts + [[0]] * (most - len(parts)):  # every rank runs the same number of passes
-                part = internals.rows_of(batch, torch.tensor(rows))
+            # Each pass has collectives, so every rank runs the same number of passes
+            for rows in parts + [[0]] * (most - len(parts)):
+                part = internals.select_rows(batch, torch.tensor(rows))
                 log_probs[rows] = score_as_reference(self.host, model, part, labels[rows]).float()
             return log_probs
 
-    def labels_of(self, batch: dict[str, Any]) -> torch.Tensor:
-        """Return the labels of a batch: the same tensor for the reference's and the policy's pass."""
-        found: torch.Tensor = self._labels.of(
-            batch["input_ids"], batch["completion_mask"], make=lambda: labels_of(batch)
-        )
-        return found
+
+def _same_inputs(inputs: dict[str, Tensor], of_batch: dict[str, Tensor]) -> bool:
+    return all(torch.equal(inputs[name], of_batch[name]) for name in ("input_ids", "attention_mask", "labels"))

@@ -10,10 +10,17 @@ import torch
 import trl
 from datasets import IterableDataset
 
-from ..compat.kto import KL_PASS, has_kl_rows, reference_in_batch, sequences_of, with_reference
+from ..compat.kto import (
+    KL_PASS,
+    has_kl_rows,
+    reference_in_batch,
+    reference_run_by_trl,
+    sequences_of,
+    with_reference,
+)
 from ..compat.overrides import overrides, overrides_below
 from ..compat.reference import recorded_loads
-from ..compat.replaced import names_replaced, unrecorded_pass
+from ..compat.replaced import unrecorded_pass
 from ..config import AddedStoreFields
 from ..config import KTOConfig as KTOConfig  # `training_args.bin` files refer to it here
 from ..planning.non_finite import labelled, not_finite_rows, prompt_of
@@ -34,18 +41,19 @@ class KTOReference(ReferenceSource):
         policy = Decision("policy", "run", "Scores every completion, and the rows for the KL term, as in TRL.", True)
         if facts.own_loss is not None:
             policy, reference = left_to_own_loss(facts.own_loss)
-        elif self._own_kl_pass:
-            own = f" `{type(self.host).__name__}.{KL_PASS}` scores the rows for the KL term in every micro-batch."
-            reference = replace(reference, reason=reference.reason + own)
+        elif self._overrides_kl_pass:
+            kl_pass = f"`{type(self.host).__name__}.{KL_PASS}`"
+            reason = f"{reference.reason} {kl_pass} scores the rows for the KL term in every micro-batch."
+            reference = replace(reference, reason=reason)
         return ReferencePlan(decisions=(policy, reference), facts=facts, source=source, durable=durable)
 
     @property
-    def _own_kl_pass(self) -> bool:
+    def _overrides_kl_pass(self) -> bool:
         """Whether a subclass scores the rows for the KL term, which TRL asks it for unless they are precomputed."""
         return overrides(self.host, KL_PASS) is not None and not self.host.args.precompute_ref_log_probs
 
     def sequences_of(self, batch: dict[str, Any]) -> list[dict[str, Any]]:
-        return sequences_of(batch, with_kl=not self._own_kl_pass)
+        return sequences_of(batch, with_kl=not self._overrides_kl_pass)
 
     @property
     def is_run_by_trl(self) -> bool:
@@ -61,11 +69,18 @@ class KTOReference(ReferenceSource):
 
     def sums_of(self, batch: dict[str, Any]) -> list[torch.Tensor]:
         """Return the reference's log-probs of each completion, then of each row for the KL term, `(B,)` each."""
-        parts, stores = self.sequences_of(batch), self.host.plan.source == "store"
-        own_kl = self._own_kl_pass and has_kl_rows(batch)
-        passes = (2 if has_kl_rows(batch) and not own_kl else 1) // len(parts)
-        sums = [(self._found(x, passes=passes) if stores else self._pass(x)).sum(dim=1) for x in parts]
-        if own_kl:
+        sequences = self.sequences_of(batch)
+        overrides_kl_pass = self._overrides_kl_pass and has_kl_rows(batch)
+        trl_passes = 2 if has_kl_rows(batch) and not overrides_kl_pass else 1
+        sums = []
+        for part in sequences:
+            if self.host.plan.source == "store":
+                log_probs = self._from_store(part, self.run_pass, passes=trl_passes // len(sequences))
+            else:
+                log_probs = self.run_pass(part)
+            sums.append(log_probs.sum(dim=1))
+        if overrides_kl_pass:
+            # Code of the user scores these rows, as TRL's loss lets it
             with unrecorded_pass(self.host), self.weights.entered():
                 sums.append(getattr(self.host, KL_PASS)(self._model(prepared=True), batch))
         return sums
@@ -115,29 +130,34 @@ class KTOTrainer(ExactTrainer, trl.KTOTrainer):
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        """Compute TRL's loss with reference log-probs from the source in the plan."""
+        """Return the loss of a micro-batch, a scalar. TRL's method calls our `_compute_loss`, or an override."""
         self._loss_reached = True
         self._ranks.check_same(inputs["input_ids"])
         self._reference_sums = None
-        with self._policy_scored(return_outputs=return_outputs), self._non_finite.recorded(model) as scored:
+        with self._policy_scored(return_outputs=return_outputs), self._non_finite.recorded(model) as policy_forwards:
             loss = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
 
         def rows() -> dict[int, list[str]]:
-            return not_finite_rows({"policy": scored[-1], "reference": self._reference_sums}, labelled(inputs))
+            # The last one: before it, TRL may score the rows for the KL term
+            values = {"policy": policy_forwards[-1], "reference": self._reference_sums}
+            return not_finite_rows(values, labelled(inputs))
 
         self._non_finite.watch(loss, rows, lambda row: prompt_of(inputs, row))
         self._count_tokens()
         return loss
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any], return_outputs: bool) -> Any:
-        """Compute TRL's loss of `inputs`, which an override may have changed: the reference scores them as they are."""
+        """Return the loss of B rows, which an override may have changed: the reference scores them as they are.
+
+        The policy's passes are left to TRL's loss, because nothing of ours reads their scores before it.
+        """
         if self._source.is_run_by_trl:
-            reference = names_replaced(trl.KTOTrainer, use_adapter=lambda *_, **__: self._reference_weights.entered())
-        else:
-            reference = reference_in_batch(self)
-            if not ("ref_logps" in inputs and self._source.is_read):
-                # A copy, because TRL's batches have these entries only if they are precomputed
-                inputs = with_reference(inputs, self._source.sums_of(inputs))
-        self._reference_sums = inputs.get("ref_logps")
-        with reference:
-            return super()._compute_loss(model, inputs, return_outputs)
+            with reference_run_by_trl(self._reference_weights.entered):
+                return super()._compute_loss(model, inputs, return_outputs)
+        batch = inputs
+        if not ("ref_logps" in inputs and self._source.is_read):
+            # A copy, because TRL's batches have these entries only if they are precomputed
+            batch = with_reference(inputs, self._source.sums_of(inputs))
+        self._reference_sums = batch["ref_logps"]
+        with reference_in_batch(self):
+            return super()._compute_loss(model, batch, return_outputs)

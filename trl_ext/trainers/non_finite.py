@@ -32,7 +32,9 @@ class NonFiniteLoss:
     """Implements `on_non_finite_loss`: checks the loss of each micro-batch, and names the rows at fault."""
 
     def __init__(self, trainer: Trainer, ranks: Ranks) -> None:
-        self.trainer, self.ranks, self._spoilt = trainer, ranks, False
+        self.trainer = trainer
+        self.ranks = ranks
+        self._skips_step = False  # because a loss of this optimizer step is not finite
 
     @property
     def action(self) -> str | None:
@@ -41,17 +43,18 @@ class NonFiniteLoss:
     def check_options(self) -> None:
         if self.action != "skip":
             return
-        accelerator, optimizer = self.trainer.accelerator, OptimizerNames(self.trainer.args.optim).value
+        accelerator = self.trainer.accelerator
+        optimizer = OptimizerNames(self.trainer.args.optim).value
         engine = detect_engine(accelerator, self.trainer.model).data_engine
         reason = why_not_skipped(engine=engine, precision=accelerator.mixed_precision, optimizer=optimizer)
         if reason is not None:
             raise ValueError(f"`on_non_finite_loss='skip'` is not supported here: {reason}. Set it to 'stop'.")
 
     def step_begins(self) -> None:
-        self._spoilt = False
+        self._skips_step = False
 
     def before_step(self, model: Any) -> None:
-        if self._spoilt:
+        if self._skips_step:
             for param in model.parameters():
                 param.grad = None
 
@@ -61,18 +64,18 @@ class NonFiniteLoss:
 
         Virtual tokens of prompt tuning have none.
         """
-        scored: list[Tensor] = []
+        log_probs: list[Tensor] = []
         if self.action is None:
-            yield scored
+            yield log_probs
             return
 
         def record(module: Any, positional: Any, inputs: dict[str, Any], outputs: Any) -> None:
             if inputs.get("fused_lm_head") and outputs.log_probs.requires_grad:
-                scored.append(outputs.log_probs.detach()[:, -(inputs["input_ids"].shape[1] - 1) :])
+                log_probs.append(outputs.log_probs.detach()[:, -(inputs["input_ids"].shape[1] - 1) :])
 
         hook = model.register_forward_hook(record, with_kwargs=True)
         try:
-            yield scored
+            yield log_probs
         finally:
             hook.remove()
 
@@ -93,14 +96,16 @@ class NonFiniteLoss:
             raise FloatingPointError(where)
         if self.ranks.world.is_main_process:
             logger.warning("%s All ranks skip this optimizer step.", where)
-        self._spoilt = True
+        self._skips_step = True
 
     def _report(self, loss: Tensor, rows_of: Rows, prompt_of: Callable[[int], list[int]]) -> str | None:
         if loss.detach().isfinite():
             return None
-        rank, rows, named = f"Rank {self.ranks.world.process_index}", rows_of(), []
+        rank = f"Rank {self.ranks.world.process_index}"
+        rows = rows_of()
         if not rows:
             return f"{rank}: log-probs and rewards are finite, but the loss is {loss.item()}."
+        named = []
         for row in list(rows)[:4]:
             ids = prompt_of(row)
             prompt = self.trainer._tokenizer.decode(ids[:16]) + ("..." if len(ids) > 16 else "")

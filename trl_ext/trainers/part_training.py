@@ -89,6 +89,7 @@ class PartTraining:
         if self._loss_gradients:
             self._unchecked_micro_batches += 1
             loss.register_hook(partial(self._compare_gradients, self._loss_gradients))
+        self._loss_gradients = []
 
     def _compare_gradients(self, loss_gradients: list[Tensor], last: Tensor) -> None:
         if any(not torch.equal(gradient, last) for gradient in loss_gradients):

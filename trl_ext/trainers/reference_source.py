@@ -22,7 +22,7 @@ from ..packing.randomness import NEFTUNE, Randomness
 from ..planning.reference import REFERENCES, ReferencePlan
 from ..reference.canary import Canary, tolerance_of
 from ..reference.store import DiskStore, MemoryStore
-from ..reference.stored import StoredReference, Variants, preserve_random_state
+from ..reference.stored import ReferencePass, StoredReference, Variants, preserve_random_state
 from ..reference.weights import ReferenceWeights, identity_facts, identity_of, write_about
 from ..scoring.scorer import Scorer
 from .counts import SkipCounts
@@ -66,9 +66,13 @@ class ReferenceSource:
     host: Host
 
     def __init__(self, host: Any, ranks: Ranks, scorer: Scorer, weights: ReferenceOfPolicy) -> None:
-        self.host, self.ranks, self.scorer, self.weights = host, ranks, scorer, weights
+        self.host = host
+        self.ranks = ranks
+        self.scorer = scorer
+        self.weights = weights
         self.loaded: list[tuple[Any, Callable[[], Any]]] = []  # models that TRL loaded, with their loaders
-        self.registered = self.training_began = False
+        self.registered = False
+        self.training_began = False
         self._shared: str | None = None  # name of a tensor of the reference model that training changes
         self._origin = "model"  # of a reference model: a key of `REFERENCES` in planning/reference.py
         self._varies: str | None = None
@@ -89,7 +93,8 @@ class ReferenceSource:
 
     def register(self) -> None:
         """Find out what the reference is, and check what the user gives in its place."""
-        host, self.registered = self.host, True
+        host = self.host
+        self.registered = True
         self._describe()
         if self.kind == "model":
             if not self.ranks.is_sharded:
@@ -119,9 +124,13 @@ class ReferenceSource:
             )
 
     def _describe(self) -> None:
-        own = self.weights.policy_reference
-        self.kind = "model" if self.host.ref_model is not None else "initial" if own is None else own.describe()
-        self._on, self._adapters = self.weights.adapters_on, self._policy_adapters()
+        policy_reference = self.weights.policy_reference
+        if self.host.ref_model is not None:
+            self.kind = "model"
+        else:
+            self.kind = "initial" if policy_reference is None else policy_reference.describe()
+        self._on = self.weights.adapters_on
+        self._adapters = self._policy_adapters()
 
     def refresh(self) -> None:
         """Find out what the reference is now: a user may have loaded or deleted an adapter "ref"."""
@@ -141,16 +150,19 @@ class ReferenceSource:
         if not self.ranks.is_sharded:
             self._uncacheable = self.ranks.of_main(lambda: self._weights().uncacheable_reason())
         self.host._plan_again()
-        known, self._identity = self._identity, None
+        known_identity = self._identity
+        self._identity = None
         if self.host.plan.durable and not self.ranks.is_sharded:
             self._identity = self._identify()
-            if before == self._on and known == self._identity:
+            if before == self._on and known_identity == self._identity:
                 return
         self._stored = None
 
     def refresh_if_adapters_changed(self) -> None:
-        found = self._policy_adapters()
-        if found.keys() != self._adapters.keys() or any(found[name] is not self._adapters[name] for name in found):
+        adapters = self._policy_adapters()
+        if adapters.keys() != self._adapters.keys() or any(
+            x is not self._adapters[name] for name, x in adapters.items()
+        ):
             self.refresh()
 
     # Facts
@@ -200,16 +212,18 @@ class ReferenceSource:
         return identity_of(self._facts)
 
     def _varies_reason(self, weights: ReferenceWeights) -> str | None:
-        args, own = self.host.args, self.kind != "model"
-        rope, of_policy = weights.rope_of_batch(), self.host._randomness()
-        drawn = None
-        if not own or of_policy is not None:
-            drawn = weights.randomness(in_training=own)
-        if drawn is None and own and of_policy == NEFTUNE:
-            drawn = NEFTUNE.reason
-        if drawn is not None:
-            return f"{drawn}, so two passes can differ"
-        if own and (args.bf16_full_eval or args.fp16_full_eval):
+        args = self.host.args
+        is_policy = self.kind != "model"  # perhaps with other adapters
+        rope = weights.rope_of_batch()
+        policy_randomness = self.host._randomness()
+        randomness = None
+        if not is_policy or policy_randomness is not None:
+            randomness = weights.randomness(in_training=is_policy)
+        if randomness is None and is_policy and policy_randomness == NEFTUNE:
+            randomness = NEFTUNE.reason
+        if randomness is not None:
+            return f"{randomness}, so two passes can differ"
+        if is_policy and (args.bf16_full_eval or args.fp16_full_eval):
             name = "bf16_full_eval" if args.bf16_full_eval else "fp16_full_eval"
             return f"`{name}` casts the policy in evaluations, and the reference with it"
         return f'its positions (`rope_type="{rope}"`) depend on the longest sequence of each batch' if rope else None
@@ -242,14 +256,14 @@ class ReferenceSource:
             )
         if not args.precompute_ref_log_probs and self._is_rewritten():
             not_storable = "its weights have changed during training"
-        trained, varies = self._shared, self._varies
+        trained = self._shared
+        varies = self._varies
         if self.kind == "model" and self.host.ref_model is not None:
             varies = self._varies = self._varies_reason(self._weights())
         if self.kind != "model":
-            weights, copied = (
-                self._weights(),
-                set() if self.weights.policy_reference is None else self.weights.policy_reference.copied(),
-            )
+            weights = self._weights()
+            policy_reference = self.weights.policy_reference
+            copied = set() if policy_reference is None else policy_reference.copied()
             trained = next((name for name, x in weights.trained_parameters() if id(x) not in copied), None)
             varies = self._varies_reason(weights)
         return {
@@ -270,16 +284,18 @@ class ReferenceSource:
         """Return the inputs of the reference's passes over a batch."""
         return [batch]
 
-    def _found(self, batch: dict[str, Any], *, wanted: bool = True, passes: int = 1) -> torch.Tensor:
+    def _from_store(
+        self, batch: dict[str, Any], run_pass: ReferencePass, *, is_needed: bool = True, passes: int = 1
+    ) -> torch.Tensor:
         """Return the reference's log-probs of `batch`, and count what was skipped of TRL's `passes`."""
-        found = self.stored(batch, self._pass, is_needed=wanted)
+        scored = self.stored(batch, run_pass, is_needed=is_needed)
         if not self.host.args.precompute_ref_log_probs:
             mode = "train" if self.host.model.training else "eval"
-            tokens = found.tokens_of_batch - found.tokens
-            self.host.skip_counts.add(mode, passes=passes - found.passes, tokens=tokens)
-        return found.log_probs
+            skipped_tokens = scored.tokens_of_batch - scored.tokens
+            self.host.skip_counts.add(mode, passes=passes - scored.passes, tokens=skipped_tokens)
+        return scored.log_probs
 
-    def _pass(self, batch: dict[str, Any], prepared: bool = True) -> torch.Tensor:
+    def run_pass(self, batch: dict[str, Any], prepared: bool = True) -> torch.Tensor:
         """Return the reference's log-probs of `batch`. `prepared`: whether Accelerate has prepared the policy."""
         with unrecorded_pass(self.host), self.weights.entered():
             return internals.score_as_reference(self.host, self._model(prepared), batch, internals.labels_of(batch))
@@ -319,7 +335,7 @@ class ReferenceSource:
         hidden = bool(os.environ.get("TQDM_DISABLE"))
         for batch in tqdm(iterable=batches, desc=f"Scoring the {name} dataset with the reference", disable=hidden):
             for part in self.sequences_of(batch):
-                self.stored(part, partial(self._pass, prepared=False))
+                self.stored(part, partial(self.run_pass, prepared=False))
         self.flush()
         self.scorer.take_counts()
 
@@ -372,7 +388,7 @@ class ReferenceSource:
         same = self._identify() == self._identity
         if same:
             host.ref_model = self.ranks.accelerator.prepare_model(model, evaluation_mode=True)
-        if not same or self.stored.difference(self._pass, self.ranks.device) is not None:
+        if not same or self.stored.difference(self.run_pass, self.ranks.device) is not None:
             host.ref_model = None
             raise ValueError(
                 "The reference model was freed after it had scored every sequence. New sequences need it, but "

@@ -145,14 +145,18 @@ class SFTTrainer(ExactTrainer, trl.SFTTrainer):
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        """Compute TRL's loss from the log-probs of our head."""
+        """Return TRL's loss of a micro-batch, a scalar.
+
+        The policy's pass is left to TRL's loss, which calls the model in one of four ways, and nothing of ours reads
+        its scores before.
+        """
         self._loss_reached = True
         self._ranks.check_same(inputs["input_ids"])
-        with self._policy_scored(return_outputs=return_outputs), self._non_finite.recorded(model) as scored:
+        with self._policy_scored(return_outputs=return_outputs), self._non_finite.recorded(model) as policy_forwards:
             loss = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
 
         def rows() -> dict[int, list[str]]:
-            return not_finite_rows({"policy": scored[0]}, inputs["labels"][:, 1:] != -100)
+            return not_finite_rows({"policy": policy_forwards[0]}, inputs["labels"][:, 1:] != -100)
 
         self._non_finite.watch(loss, rows, lambda row: inputs["input_ids"][row].tolist())
         self._count_tokens()
