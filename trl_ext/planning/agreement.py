@@ -9,9 +9,23 @@ from typing import Any
 # Facts on code of the user, and what it makes of the model. One rank's code decides for all
 _OF_CODE = frozenset(
     {
-        *("batch_reader", "generation_reader", "overridden_below", "own_step", "unknown_mask"),
-        *("has_own_loss", "own_loss", "overrides_loss", "bypasses_loss", "has_own_pass", "own_pass"),
-        *("has_entropy_bonus", "trains_expert_modules", "not_storable", "drifts", "varies", "uncacheable"),
+        "batch_reader",
+        "generation_reader",
+        "overridden_below",
+        "own_step",
+        "unknown_mask",
+        "has_own_loss",
+        "own_loss",
+        "overrides_loss",
+        "bypasses_loss",
+        "has_own_pass",
+        "own_pass",
+        "has_entropy_bonus",
+        "trains_expert_modules",
+        "not_storable",
+        "drifts",
+        "varies",
+        "uncacheable",
     }
 )
 # Facts that follow from others or from the model's randomness, and a path, which may differ between nodes

@@ -18,7 +18,9 @@ from .rows import ScoredTokens
 
 Array = np.ndarray[Any, Any]
 
-DEAD, UNSHARED = -1, -2  # in place of a prompt: the row does not run, or shares its prompt with no other
+# In place of a prompt: the row does not run, or shares its prompt with no other
+DEAD = -1
+UNSHARED = -2
 
 
 def content_hash(ids: Array) -> int:
@@ -119,15 +121,17 @@ def row_order(tokens: RowTokens, step: StepRows, *, ranks: int = 1) -> list[int]
     size = step.merged.rows
     rows = _Rows.of(tokens)
     for start in range(0, order_RB.shape[1] - size + 1, size):
-        theirs_RMS = order_RB[:, start : start + size].reshape(ranks, step.micro_batches, step.rows)
-        highest = best = _costs(rows, theirs_RMS)
-        chosen_RMS = theirs_RMS
-        for slices_KS in _candidates(tokens, rows, theirs_RMS):
-            ours_RMS = _over_ranks(slices_KS, rows.of_slices(slices_KS), ranks)
-            ours = _costs(rows, ours_RMS)
-            if ours < best and all(x <= y for x, y in zip(ours, highest, strict=True)):
-                best, chosen_RMS = ours, ours_RMS
-        order_RB[:, start : start + size] = chosen_RMS.reshape(ranks, size)
+        trl_RMS = order_RB[:, start : start + size].reshape(ranks, step.micro_batches, step.rows)
+        trl_costs = _costs(rows, trl_RMS)
+        best_RMS = trl_RMS
+        best_costs = trl_costs
+        for slices_KS in _candidates(tokens, rows, trl_RMS):
+            candidate_RMS = _over_ranks(slices_KS, rows.of_slices(slices_KS), ranks)
+            costs = _costs(rows, candidate_RMS)
+            if costs < best_costs and all(x <= y for x, y in zip(costs, trl_costs, strict=True)):
+                best_RMS = candidate_RMS
+                best_costs = costs
+        order_RB[:, start : start + size] = best_RMS.reshape(ranks, size)
     return order_RB.flatten().tolist()  # type: ignore[no-any-return]
 
 
@@ -196,7 +200,10 @@ def _over_ranks(slices_KS: Array, cost_K: Array, ranks: int) -> Array:
     return slices_KS[at_RM]  # type: ignore[no-any-return]
 
 
-_ROUNDS, _SHIFTS, _ROWS_TRIED = 40, 6, 32  # limits on the time of `_evened`
+# Limits on the time of `_evened`
+_ROUNDS = 40
+_SHIFTS = 6
+_ROWS_TRIED = 32
 
 
 def _evened(rows: _Rows, slices_KS: Array) -> Array:
@@ -260,22 +267,23 @@ def _grouped(tokens: RowTokens, unit: list[int], capacity: int) -> list[list[int
     groups = [piece for group in tokens.by_prompt(longest_first).values() for piece in _pieces(group, capacity)]
     slices: list[list[int]] = [[] for _ in range(len(unit) // capacity)]
     emptiest = [(0, i) for i in range(len(slices))]  # a heap, by tokens
-    tight, left = [], []
+    full_slices = []  # without room for a whole group
+    remaining_groups = []
     for group in sorted(groups, key=tokens.of_group, reverse=True):
         while emptiest and len(slices[emptiest[0][1]]) + len(group) > capacity:
-            tight.append(slices[heappop(emptiest)[1]])
+            full_slices.append(slices[heappop(emptiest)[1]])
         if emptiest:
             tokens_so_far, i = emptiest[0]
             slices[i] += group
             heapreplace(emptiest, (tokens_so_far + tokens.of_group(group), i))
         else:
-            left.append(group)
-    for group in left:
+            remaining_groups.append(group)
+    for group in remaining_groups:
         while group:
-            piece, group = _cut(group, min(len(group), capacity - len(tight[-1])))
-            tight[-1] += piece
-            if len(tight[-1]) == capacity:
-                tight.pop()
+            piece, group = _cut(group, min(len(group), capacity - len(full_slices[-1])))
+            full_slices[-1] += piece
+            if len(full_slices[-1]) == capacity:
+                full_slices.pop()
     return slices
 
 
@@ -291,5 +299,5 @@ def _pieces(group: list[int], capacity: int) -> Iterator[list[int]]:
 
 def _cut(rows: list[int], count: int) -> tuple[list[int], list[int]]:
     """Return `count` of `rows` at equal distances, and the other rows. `rows` are sorted by length."""
-    chosen = {(2 * i + 1) * len(rows) // (2 * count) for i in range(count)}
-    return [rows[i] for i in sorted(chosen)], [row for i, row in enumerate(rows) if i not in chosen]
+    places = {(2 * i + 1) * len(rows) // (2 * count) for i in range(count)}
+    return [rows[i] for i in sorted(places)], [row for i, row in enumerate(rows) if i not in places]

@@ -113,16 +113,17 @@ def bounded_old_and_reference(
         of_sequences, bounds_ratio, kl_times_ratio (`bool`): as in `GRPOPlan` and `GRPOFacts`. The tokens of a
             sequence with one ratio change alike. A ratio that the loss bounds stays: the off-policy mask reads it too.
     """
-    policy_BC, others_BC = policy_BC.detach(), ~tokens_BC
+    policy_BC = policy_BC.detach()
+    unread_BC = ~tokens_BC
     if scale is not None:
-        log_ratio_BC = (policy_BC - old_BC).masked_fill(others_BC, 0.0)
-        seen = log_ratio_BC
+        log_ratio_BC = (policy_BC - old_BC).masked_fill(unread_BC, 0.0)
+        log_ratio = log_ratio_BC
         if of_sequences:
-            seen = log_ratio_BC.sum(dim=1, keepdim=True) / tokens_BC.sum(dim=1, keepdim=True).clamp(min=1)
-        ratio_BC = seen.exp().masked_fill(others_BC, 0.0)
+            log_ratio = log_ratio_BC.sum(dim=1, keepdim=True) / tokens_BC.sum(dim=1, keepdim=True).clamp(min=1)
+        ratio_BC = log_ratio.exp().masked_fill(unread_BC, 0.0)
         too_large = ~(ratio_BC.sum() * scale.clamp(min=1.0) < torch.inf) & (not bounds_ratio)
     if reference_BC is not None:
-        log_kl_BC = (reference_BC - policy_BC).masked_fill(others_BC, -torch.inf)
+        log_kl_BC = (reference_BC - policy_BC).masked_fill(unread_BC, -torch.inf)
         kl_times_ratio &= scale is not None
         kl_BC = log_kl_BC.exp() * ratio_BC if kl_times_ratio else log_kl_BC.exp()
         kl_too_large = ~(kl_BC.sum() < torch.inf)
@@ -131,7 +132,7 @@ def bounded_old_and_reference(
             too_large = too_large | kl_too_large
     if scale is None:
         return old_BC, reference_BC
-    excess = (seen - BOUND).clamp(min=0.0)
+    excess = (log_ratio - BOUND).clamp(min=0.0)
     moved_BC = policy_BC - BOUND
     if of_sequences:  # by the same amount, unless it is infinite
         moved_BC = torch.where(excess.isfinite(), old_BC + excess, moved_BC)
@@ -201,15 +202,15 @@ class PairExponential:
 
     def _with_margin_at_bound(self, ratio_2B: Tensor, margin_B: Tensor) -> Tensor:
         """Return the log-ratios of pairs with their margins raised to -`BOUND` / beta."""
-        wanted = -BOUND / self.beta
+        margin = -BOUND / self.beta
         if self.power is not None:
-            return (self._exponents(ratio_2B) - (margin_B / wanted).log()) / self.power
+            return (self._exponents(ratio_2B) - (margin_B / margin).log()) / self.power
         chosen_B, rejected_B = ratio_2B
         if self.divergence == "js_divergence":
-            score_B = logsigmoid(rejected_B) + wanted
+            score_B = logsigmoid(rejected_B) + margin
             chosen_B = score_B - (-score_B.expm1()).log()  # the inverse of logsigmoid
         else:
-            chosen_B = rejected_B + wanted
+            chosen_B = rejected_B + margin
         return torch.stack([chosen_B, rejected_B])
 
 

@@ -47,8 +47,8 @@ class ReferencePlan(Plan):
 
 def left_to_own_loss(own_loss: str) -> tuple[Decision, Decision]:
     """Return the decisions on policy and reference if a subclass's `compute_loss` does not call ours."""
-    left = f"Left to {own_loss}, which does not call `super().compute_loss(...)`."
-    return Decision("policy", "run", left), Decision("reference", "run", left)
+    reason = f"Left to {own_loss}, which does not call `super().compute_loss(...)`."
+    return Decision("policy", "run", reason), Decision("reference", "run", reason)
 
 
 def plan_reference(facts: ReferenceFacts, needed: str = "") -> tuple[Source, Decision, bool]:

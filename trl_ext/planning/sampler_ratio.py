@@ -58,15 +58,15 @@ class SamplerRatio:
     @classmethod
     def of(cls, old_BC: Tensor, sampler_BC: Tensor, tokens_BC: Tensor, rule: RatioRule) -> "SamplerRatio":
         """Return the ratio, from the log-probs of the scored tokens."""
-        known_BC = tokens_BC & ~sampler_BC.isnan()
-        log_ratio_BC = torch.where(known_BC, old_BC - sampler_BC, 0.0)
+        has_both_BC = tokens_BC & ~sampler_BC.isnan()
+        log_ratio_BC = torch.where(has_both_BC, old_BC - sampler_BC, 0.0)
         log_ratio = log_ratio_BC
         counted = tokens_BC
         if rule.mode.startswith("sequence"):
             log_ratio = log_ratio_BC.sum(dim=1, keepdim=True)
             counted = tokens_BC.any(dim=1, keepdim=True)
         unbounded = bounded_log_ratios(log_ratio).exp()
-        return cls(rule.bounded(unbounded), unbounded, counted, log_ratio_BC[known_BC])
+        return cls(rule.bounded(unbounded), unbounded, counted, log_ratio_BC[has_both_BC])
 
     def statistics(self) -> Tensor:
         """Return what `sampler_metrics` reads of this rank: sum, minimum, maximum and count of `_VALUES`, `(5, 4)`."""

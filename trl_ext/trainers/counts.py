@@ -7,12 +7,12 @@ class SkipCounts:
     """What was skipped since the last log, separately for `"train"` and `"eval"`."""
 
     def __init__(self) -> None:
-        self._known: dict[str, set[str]] = defaultdict(set)
+        self._names: dict[str, set[str]] = defaultdict(set)
         self._totals: dict[str, Counter[str]] = {}
 
     def add(self, mode: str, **counts: int) -> None:
         """Add the `passes`, `rows` and `tokens` that one micro-batch skipped."""
-        self._known[mode].update(counts)
+        self._names[mode].update(counts)
         self._totals.setdefault(mode, Counter()).update(counts)
 
     def take(self, mode: str) -> dict[str, float]:
@@ -23,7 +23,7 @@ class SkipCounts:
         totals = self._totals.pop(mode, None)
         if totals is None:
             return {}
-        return {f"skipped/{name}": float(max(0, totals[name])) for name in sorted(self._known[mode])}
+        return {f"skipped/{name}": float(max(0, totals[name])) for name in sorted(self._names[mode])}
 
 
 class TokenCounts:
