@@ -14,6 +14,7 @@ from packing_batches import EXAMPLES, Batch, dpo_example, grpo, grpo_example, to
 from packing_models import attach, build, fresh
 from packing_runs import Seen, assert_same, see
 from tiny import lora_config
+from token_counts import as_of_a_library
 from trl_ext.scoring.forward import ScoringForward, ScoringOptions, attach_scoring_forward
 
 SHAPE = {
@@ -238,7 +239,7 @@ def seen_as_padded(inputs: dict[str, Any], model: str = "llama") -> tuple[int, A
         built = build(model)
         attach(built, **options)
         hook = lambda module, args, kwargs: fed.append(kwargs.get("input_ids"))  # noqa: E731
-        built.base_model.register_forward_pre_hook(hook, with_kwargs=True)
+        built.base_model.register_forward_pre_hook(as_of_a_library(hook), with_kwargs=True)
         outputs.append(built(**inputs, fused_lm_head=True))
     return fed[0], *outputs
 

@@ -9,6 +9,7 @@ import torch
 from packing_batches import Batch, dpo, grpo, tokens_needed, words
 from packing_models import FAMILIES, attach, build
 from packing_runs import see
+from token_counts import as_of_a_library
 
 ROUNDING = 1e-6
 # Two groups of three completions; the first two of each have the same start
@@ -114,7 +115,7 @@ def test_a_rows_gradient_reaches_only_its_own_tokens(name: str) -> None:
         output.retain_grad()
         entered.append(output)
 
-    model.get_input_embeddings().register_forward_hook(keep)
+    model.get_input_embeddings().register_forward_hook(as_of_a_library(keep))
     log_probs = model(**batch.inputs, fused_lm_head=True).log_probs
     (vectors,) = entered
     assert vectors.shape[:2] == (1, tokens_needed(batch, in_columns=FAMILIES[name].learned_positions))

@@ -277,6 +277,24 @@ class Counter:
             output = output[0]
         self.last = float(output.mean())
 
+    def entries(self, module: Any, inputs: Any, output: torch.Tensor) -> None:
+        self.note(len(inputs))
+        hidden = output[0] if isinstance(output, tuple) else output
+        self.hidden = hidden.detach().clone()
+
+    def note(self, number: int) -> None:
+        self.sizes.append(0.5 * float(number))
+
+
+def row_of_numbers(module: Any, inputs: Any, output: torch.Tensor) -> None:
+    row = {}
+    for value in output if isinstance(output, tuple) else (output,):
+        with torch.no_grad():
+            row[f"{type(module).__name__}"] = value.float().norm().item()
+    if any(number > 1e6 for number in row.values()):
+        logging.warning("large: %s", row)
+    SEEN.append(row)
+
 
 def requires_grad(module: Any, inputs: Any, output: torch.Tensor) -> None:
     output.requires_grad_(True)
@@ -289,9 +307,12 @@ OBSERVERS: dict[str, Callable[..., Any]] = {
     "method": Counter().method,
     "partial": functools.partial(lambda seen, module, inputs, output: print(seen), []),
     "lambda that prints": lambda module, inputs, output: print(output.shape),
-    "lambda that appends": lambda *args: SEEN.append(args[1]),
+    "lambda that appends": lambda *args: SEEN.append(args[-1].detach()),
+    "lambda that appends a norm": lambda module, args, output: SEEN.append(output.detach().norm().item()),
     "lambda with a condition": lambda m, x, y, seen=SEEN: seen.append(y.numel()) if torch.is_grad_enabled() else None,
     "inputs with gradients": requires_grad,
+    "entries of an object": Counter().entries,
+    "rows of numbers": row_of_numbers,
 }
 
 
@@ -334,7 +355,94 @@ def by_the_clock(module: Any, inputs: Any, output: torch.Tensor) -> torch.Tensor
     return output * time.time()
 
 
+def by_a_condition(module: Any, inputs: Any, output: Any) -> None:
+    (output[0] if isinstance(output, tuple) else output)[:, -3:] = 0
+
+
+def by_a_view(module: Any, inputs: Any, output: torch.Tensor) -> None:
+    output.view(-1)[0] = 0
+
+
+def by_a_detached_copy(module: Any, inputs: Any, output: torch.Tensor) -> None:
+    output.detach()[:, -1] *= 2
+
+
+def by_sorting(module: Any, inputs: Any, output: Any) -> None:
+    sorted(output, key=len)[0][...] = 0
+
+
+def by_a_loop(module: Any, inputs: Any, output: Any) -> None:
+    for hidden in output if isinstance(output, tuple) else (output,):
+        hidden *= 2
+
+
+STATE: dict[str, Any] = {}
+
+
+def by_an_entry_of_a_dict(module: Any, inputs: Any, output: torch.Tensor) -> None:
+    STATE["hidden"] = output
+    STATE["hidden"] += 1
+
+
+def by_a_stored_entry(module: Any, inputs: Any, output: torch.Tensor) -> None:
+    STATE["hidden"] *= 2
+
+
+def by_the_last_of_a_list(module: Any, inputs: Any, output: torch.Tensor) -> None:
+    SEEN.append(output.detach())
+    SEEN[-1] *= 2
+
+
+class Steer:
+    scale = 1.5
+    hidden: Any = None
+
+    def __call__(self, module: Any, inputs: Any, output: Any) -> None:
+        self.hidden = output[0]
+        self.hidden *= self.scale
+
+    def by_a_method(self, module: Any, inputs: Any, output: Any) -> None:
+        self.hidden = output
+        self.steer()
+
+    def steer(self) -> None:
+        self.hidden.mul_(2)
+
+    def debug(self, module: Any, inputs: Any, output: Any) -> Any:
+        return self.info(output)
+
+    def info(self, x: Any) -> Any:
+        return 2 * x
+
+
+def in_place_of(x: torch.Tensor) -> None:
+    x.mul_(2)
+
+
+def by_a_helper_of_a_view(module: Any, inputs: Any, output: torch.Tensor) -> None:
+    in_place_of(output.view(-1))
+
+
+def of_a_weight(module: Any, inputs: Any, output: Any) -> None:
+    with torch.no_grad():
+        module.get_parameter("mlp.up_proj.weight")[0] = 0
+
+
+def by_position(module: Any, inputs: Any, output: torch.Tensor) -> None:
+    torch.nn.functional.dropout(output, 0.1, True, True)
+
+
+def for_the_loss(module: Any, inputs: Any, output: torch.Tensor) -> None:
+    SEEN.append(output.square().mean())
+
+
 CHANGERS: dict[str, Callable[..., Any]] = {
+    **{x.__name__: x for x in (by_a_condition, by_a_view, by_a_detached_copy, by_sorting, by_a_loop, of_a_weight)},
+    **{x.__name__: x for x in (by_an_entry_of_a_dict, by_a_stored_entry, by_the_last_of_a_list, by_position)},
+    **{x.__name__: x for x in (by_a_helper_of_a_view, for_the_loss)},
+    "object that writes to what it stores": Steer(),
+    "method that writes to what it stores": Steer().by_a_method,
+    "method that returns": Steer().debug,
     **{x.__name__: x for x in (in_place, by_an_entry, by_an_alias, by_a_helper, by_out, of_the_module, of_arguments)},
     **{x.__name__: x for x in (sometimes, by_the_clock)},
     "records of gradients": lambda module, inputs, output: 1.1 * output if torch.is_grad_enabled() else output,

@@ -17,6 +17,7 @@ import trl_ext
 from drop_in_cases import Case
 from run_losses import Record, Trainers, train
 from tiny import Workshop
+from token_counts import as_of_a_library
 from training_comparison import assert_same
 
 STOCK = Trainers.of(trl)
@@ -264,7 +265,7 @@ def test_each_pass_computes_what_it_uses_of_the_tokens_that_count(workshop: Work
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
             for model in (self.model, self.ref_model):
-                model.register_forward_hook(watch, with_kwargs=True)
+                model.register_forward_hook(as_of_a_library(watch), with_kwargs=True)
 
     def watch(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         per_token = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")

@@ -20,6 +20,7 @@ from head_adapter_cases import Case as Kind
 from head_definition import ALL, FROZEN, defined, floats_apart
 from model_families import batch
 from run_losses import Trainers, train
+from token_counts import as_of_a_library
 from training_comparison import tensors_differ
 from trl_ext.heads import tiled
 from trl_ext.heads.adapters import ReplacedRows
@@ -62,7 +63,7 @@ def watch(base: Any, kept: dict[str, torch.Tensor]) -> None:
         hidden.retain_grad()
         kept["hidden states"] = hidden
 
-    base.base_model.register_forward_hook(keep)
+    base.base_model.register_forward_hook(as_of_a_library(keep))
 
 
 def by_modules(model: Any, mean: bool) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:

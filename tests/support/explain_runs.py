@@ -13,6 +13,7 @@ import torch
 
 import rewards
 from tiny import Workshop, preferences, prompts
+from token_counts import as_of_a_library
 from trl_ext.cli import training
 from trl_ext.cli.__main__ import main
 from trl_ext.scoring import scorer as exact_head
@@ -173,7 +174,6 @@ def happened(run: Run, monkeypatch: pytest.MonkeyPatch, reward: str) -> Happened
 def _watch(model: Any, seen: Happened) -> None:
     inside: list[Forward] = []
 
-    # Only observes, so that nothing runs as in TRL because of it
     def begin(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
         inside.clear()
         if kwargs.get("fused_lm_head"):
@@ -191,8 +191,8 @@ def _watch(model: Any, seen: Happened) -> None:
         if inside:
             inside[0].fed += args[0].numel()
 
-    model.register_forward_pre_hook(begin, with_kwargs=True)
-    model.get_input_embeddings().register_forward_pre_hook(embed)
+    model.register_forward_pre_hook(as_of_a_library(begin), with_kwargs=True)
+    model.get_input_embeddings().register_forward_pre_hook(as_of_a_library(embed))
 
 
 def _kind(model_id: int, is_training: bool, seen: Happened) -> str:

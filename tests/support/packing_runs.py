@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from packing_batches import Batch
+from token_counts import as_of_a_library
 
 
 @dataclass(frozen=True)
@@ -106,5 +107,5 @@ def watch(model: Any, calls: list[Call]) -> None:
         if inside:
             inside[0].fed += args[0].numel()
 
-    model.register_forward_pre_hook(begin, with_kwargs=True)
-    model.get_input_embeddings().register_forward_hook(fed)
+    model.register_forward_pre_hook(as_of_a_library(begin), with_kwargs=True)
+    model.get_input_embeddings().register_forward_hook(as_of_a_library(fed))

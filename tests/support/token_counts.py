@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from types import FunctionType
 from typing import Any
 from unittest.mock import patch
 
@@ -10,6 +11,13 @@ import torch
 
 from tiny import V_WORDS
 from trl_ext.scoring.forward import ScoringForward
+
+
+def as_of_a_library(hook: Any) -> Any:
+    """Return `hook` as a hook of a library, for tests that must observe what hooks of users make padded."""
+    assert isinstance(hook, FunctionType)
+    scope = {**hook.__globals__, "__name__": "torch"}
+    return FunctionType(hook.__code__, scope, hook.__name__, hook.__defaults__, hook.__closure__)
 
 
 @dataclass(frozen=True)
@@ -67,7 +75,10 @@ def counted() -> Iterator[Tokens]:
 
     def hook(module: torch.nn.Module, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
         if isinstance(module, torch.nn.Embedding) and module.num_embeddings == V_WORDS:
-            (tokens.with_gradient if torch.is_grad_enabled() else tokens.without).append(tuple(inputs[0].shape))
+            if torch.is_grad_enabled():
+                tokens.with_gradient.append(tuple(inputs[0].shape))
+            else:
+                tokens.without.append(tuple(inputs[0].shape))
 
     handle = torch.nn.modules.module.register_module_forward_hook(hook)
     try:

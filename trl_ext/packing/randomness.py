@@ -15,7 +15,8 @@ import torch
 from torch import nn
 from torch.nn.modules import module as torch_module
 
-from .hooks import describe_function, functions_of_users, is_known, only_observes
+from .hooks import describe_function, functions_of_users, is_known
+from .observers import only_observes
 
 _RATES = ("drop", "jitter")
 # Rates of draws that are one for a row or a batch, not one for each token or each forward
@@ -149,7 +150,8 @@ def _randomness_of_users(name: str, module: nn.Module, hooks: tuple[Any, ...]) -
 def _forwards_of(part: type) -> frozenset[FunctionType]:
     """Return what users' classes define as their forward. In a class of a known package, it is a replaced one."""
     user_classes = (x for x in part.__mro__ if not is_known(x.__module__))
-    return frozenset(function for x in user_classes for function in functions_of_users(vars(x).get("forward")))
+    functions: Iterator[Any] = (y for x in user_classes for y in functions_of_users(vars(x).get("forward")))
+    return frozenset(getattr(function, "__func__", function) for function in functions)
 
 
 def _randomness_of_layer(name: str, module: nn.Module) -> Randomness | None:
