@@ -33,9 +33,10 @@ from steps import Case as Run
 from transformers import PrinterCallback, TrainerCallback
 
 import trl_ext
-from trl_ext.cli.plan_search import Lengths, Option, Setting, Space
+from trl_ext.fit.lengths import Lengths
+from trl_ext.fit.options import Option, Setting, Space
+from trl_ext.fit.speed import CPU, Model, seconds
 from trl_ext.planning.cost import CostModel
-from trl_ext.planning.speed import CPU, Model, seconds
 
 ROWS, APART, STEPS = 64, 1.2, 2
 METHODS = ("sft", "dpo", "grpo")
@@ -83,24 +84,28 @@ def rows_of(method: str, shape: Shape) -> Dataset:
     return Dataset.from_list([row(i) for i in range(ROWS)])
 
 
-def options_of(method: str, lengths: Lengths, checkpointing_only: bool) -> list[Option]:
-    """Return options of all sizes, from one unit in a pass to the whole step."""
+def space_of(method: str, lengths: Lengths) -> Space:
     settings = tuple(Setting("one_process", checkpointing=x) for x in (False, True))
     given = Option(setting=settings[0], batch=8, accumulation=2)
     given = replace(given, generation=2) if method == "grpo" else given
-    space = Space(
+    return Space(
         given=given,
+        lengths=lengths,
         settings=settings,
         changes_batch=method == "sft",
         changes_budget=method != "sft",
-        together=1 if method == "sft" else 2,
+        joined=1 if method == "sft" else 2,
         most_rows=1024,
     )
-    found: list[Option] = []
-    for ladder in space.ladders(lengths):
+
+
+def options_of(space: Space, checkpointing_only: bool) -> list[Option]:
+    """Return options of all sizes, from one unit in a pass to the whole step."""
+    options: list[Option] = []
+    for ladder in space.ladders():
         count = 2 if checkpointing_only else 4
-        found += [ladder[round(i * (len(ladder) - 1) / (count - 1))] for i in range(count)]
-    return list(dict.fromkeys(found))
+        options += [ladder[round(i * (len(ladder) - 1) / (count - 1))] for i in range(count)]
+    return list(dict.fromkeys(options))
 
 
 def trainer_of(method: str, shape: Shape, option: Option, lora: bool, folder: str) -> tuple[Any, Timed]:
@@ -154,20 +159,19 @@ def trainer_of(method: str, shape: Shape, option: Option, lora: bool, folder: st
     return trainer, timed
 
 
-def predicted(method: str, model: torch.nn.Module, lengths: Lengths, options: list[Option]) -> list[float]:
+def predicted(model: torch.nn.Module, space: Space, options: list[Option]) -> list[float]:
     """Return the predicted time of each option, over the shortest."""
     config = model.config.get_text_config()
     sizes = [sum(x.nbytes for x in model.parameters() if x.requires_grad or not trains) for trains in (False, True)]
     of_model = Model(CostModel.of(config), config.num_hidden_layers, *sizes)
-    together = 1 if method == "sft" else 2
     # DPO's reference scores each sequence once, in the warm-up or never again
-    times = [seconds(lengths.work(x, 1, together, 0.0), of_model, CPU) for x in options]
+    times = [seconds(space.work(x, 1, 0.0), of_model, CPU) for x in options]
     return [x / min(times) for x in times]
 
 
 def measured(method: str, shape: Shape, lora: bool, few: bool) -> Iterator[Line]:
-    lengths = lengths_of(method, shape)
-    options = options_of(method, lengths, few)
+    space = space_of(method, lengths_of(method, shape))
+    options = options_of(space, few)
     with tempfile.TemporaryDirectory() as folder:
         subjects = [trainer_of(method, shape, x, lora, folder) for x in options]
         order = list(range(len(options)))
@@ -176,7 +180,7 @@ def measured(method: str, shape: Shape, lora: bool, few: bool) -> Iterator[Line]
                 subjects[i][0].train()
             order = order[1:] + order[:1]
     medians = [statistics.median(islice(timed.milliseconds, STEPS, None)) for _, timed in subjects]
-    times = predicted(method, subjects[0][0].model, lengths, options)
+    times = predicted(subjects[0][0].model, space, options)
     shared = {"method": method, "lora": lora, "shape": {"hidden": shape.hidden, "layers": shape.layers}}
     for option, milliseconds, relative in zip(options, medians, times, strict=True):
         line = {"benchmark": "plan_option", **shared, "option": vars(option), "milliseconds": milliseconds}

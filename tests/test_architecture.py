@@ -18,7 +18,7 @@ MAY_IMPORT = {
     "distributed": set(),
     "scoring": {"heads", "packing", "distributed", "compat"},
     "host": set(),
-    "memory": {"heads", "packing", "scoring", "host"},
+    "fit": {"heads", "packing", "scoring", "host", "planning", "losses"},
     "planning": {"losses"},
     "checkpoints": set(),
     "reference": {"version", "packing"},
@@ -31,7 +31,7 @@ MAY_IMPORT = {
         *("compat", "config", "sampler", "host"),
     },
     "cli": {
-        *("config", "trainers", "memory", "heads", "distributed", "scoring", "losses", "compat", "version"),
+        *("config", "trainers", "fit", "heads", "distributed", "scoring", "losses", "compat", "version"),
         "planning",
     },
 }

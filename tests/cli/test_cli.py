@@ -18,18 +18,21 @@ from transformers import AutoModelForCausalLM
 
 import rewards
 from launch import launch
-from memory_estimates import CASES, estimated, estimated_and_measured, parsed
+from memory_estimates import CASES, estimated, estimated_and_measured, parsed, run_of_case
 from memory_estimates_on_ranks import ON_RANKS
 from tiny import Workshop, preferences, prompts
 from trl_ext.cli import TrainingStoppedError
-from trl_ext.cli.__main__ import COMMANDS, main
+from trl_ext.cli.__main__ import main
+from trl_ext.cli.commands import COMMANDS
 from trl_ext.cli.doctor import is_shadowed_in
-from trl_ext.cli.estimate import ENGINES, EstimateArguments, longest_that_fits, step_of
 from trl_ext.cli.training import build
 from trl_ext.config import AddedDPOFields, AddedGRPOFields, DPOConfig, GRPOConfig
+from trl_ext.fit import step as memory_step
+from trl_ext.fit.coverage import ENGINES
+from trl_ext.fit.estimate import step_of
+from trl_ext.fit.search import counted_near
+from trl_ext.fit.step import memory_of_step
 from trl_ext.heads.tiled import columns_per_tile
-from trl_ext.memory import step as memory_step
-from trl_ext.memory.step import memory_of_step
 from trl_ext.scoring import checks as head_check
 
 ROOT = Path(__file__).parents[2]
@@ -145,7 +148,7 @@ def test_launch_arguments_of_a_file_are_as_accelerate_reads_them(
     config, given = tmp_path / "options.yaml", []
     config.write_text(in_file)
     monkeypatch.setenv("LAUNCHED", "1")  # restored afterwards: TRL's parser sets it
-    monkeypatch.setattr("trl_ext.cli.training.launch_command", given.append)
+    monkeypatch.setattr("trl_ext.cli.launch.launch_command", given.append)
     words = ["dpo", "--config", str(config), *arguments["dpo"]]
     assert main(words) == 0
     (options,) = given
@@ -237,8 +240,7 @@ def test_what_is_estimated_of_each_device_is_within_a_tenth_of_what_it_allocated
 
 
 def test_on_a_gpu_adamw_counts_what_its_foreach_step_allocates(tmp_path: Path):
-    asked = EstimateArguments(device="cuda")
-    memory = memory_of_step(step_of("sft", parsed("sft-adamw_torch", tmp_path), asked))
+    memory = memory_of_step(step_of(run_of_case("sft-adamw_torch", tmp_path, device="cuda", prompt_length=0)))
     model: Any = build("sft", parsed("sft-adamw_torch", tmp_path)).model
     optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
     for parameter in model.parameters():
@@ -274,9 +276,12 @@ def test_the_longest_fits_and_the_next_does_not(square: float, limit: int):
     def bytes_of(tokens: int) -> int:
         return int(37 + 100 * tokens / 64 + square * (tokens / 64) ** 2)
 
-    for first in (1, 64, 1000, 100_000):
-        longest = longest_that_fits(bytes_of, limit, first, 32_768)
+    count = 32_768 // 64
+    for first in (-1, 0, 15, count - 1):
+        peaks = counted_near(limit, lambda number: bytes_of(64 * (number + 1)), count, first)
+        longest = max([64 * (number + 1) for number, peak in peaks.items() if peak <= limit], default=0)
         assert longest == max([x for x in range(0, 32_769, 64) if x == 0 or bytes_of(x) <= limit])
+        assert len(peaks) <= 24
 
 
 def test_estimate_says_every_part_and_what_fits(arguments, capsys: pytest.CaptureFixture):

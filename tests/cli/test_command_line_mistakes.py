@@ -9,13 +9,15 @@ from typing import NamedTuple
 
 import pytest
 import transformers
+from accelerate.commands.launch import launch_command_parser
 from tqdm.auto import tqdm
 
 from command_lines import LONG, fill, words_of
 from stock_command import stock_says
 from tiny import Workshop
-from trl_ext.cli.__main__ import COMMANDS, main
-from trl_ext.cli.arguments import OneLineParser, dataclasses_of, launch_command_parser
+from trl_ext.cli.__main__ import main
+from trl_ext.cli.arguments import OneLineParser, dataclasses_of
+from trl_ext.cli.commands import COMMANDS
 from trl_ext.cli.line import METHODS
 from trl_ext.compat.arguments import OTHER_NAMES, OTHER_NAMES_OF
 

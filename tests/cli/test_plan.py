@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -20,12 +21,14 @@ from memory_estimates import saved_model
 from plan_cases import CASES, ON_GPU, ON_RANKS, line_of, measured, measured_on_gpu, measured_on_ranks, planned
 from tiny import Workshop, preferences, prompts
 from trl_ext.cli.__main__ import main
-from trl_ext.cli.estimate import arguments_of
 from trl_ext.cli.plan import MARGIN, PlanArguments
 from trl_ext.cli.plan_lengths import lengths_of
-from trl_ext.cli.plan_search import Counted, Lengths, Option, Setting, Space, ranked, search, varied
-from trl_ext.cli.plan_subject import Subject
-from trl_ext.planning.speed import CPU, GPUS, gpu_named
+from trl_ext.cli.predictions import parse_for_prediction, run_of
+from trl_ext.fit.lengths import Lengths
+from trl_ext.fit.options import Option, Setting, Space
+from trl_ext.fit.planner import Planner
+from trl_ext.fit.search import Counted, Ranked, ranked, search, varied
+from trl_ext.fit.speed import CPU, GPUS, gpu_named
 
 ROOT = Path(__file__).parents[2]
 FAST = {"sft-full-narrow"}
@@ -34,11 +37,11 @@ FAST = {"sft-full-narrow"}
 @pytest.mark.parametrize("case", [c if c in FAST else pytest.param(c, marks=pytest.mark.slow) for c in CASES])
 def test_the_choice_fits_when_trained_and_what_was_called_unfit_does_not(case: str, tmp_path: Path):
     plan = planned(case, tmp_path)
-    peak = measured(case, tmp_path, plan.subject, plan.best.option)
+    peak = measured(case, tmp_path, plan.planner, plan.best.option)
     print(f"{case}: bound {plan.bound}, {plan.best.option}, predicted {plan.best.peak}, measured {peak}")
     assert peak <= plan.bound
     for miss in plan.tempting:
-        peak = measured(case, tmp_path, plan.subject, miss.option)
+        peak = measured(case, tmp_path, plan.planner, miss.option)
         print(f"{case}: {miss.option} called unfit, predicted {miss.peak}, measured {peak}")
         assert peak >= 0.9 * plan.bound
 
@@ -50,7 +53,7 @@ def test_on_a_gpu_too_with_activations_or_the_reference_on_the_host(case: str, t
     plan = planned(case, tmp_path)
     assert plan.best.option.setting.offloads or plan.best.option.setting.hosts
     options = [plan.best, *plan.tempting]
-    peak, *of_misses = measured_on_gpu(case, tmp_path, plan.subject, [x.option for x in options])
+    peak, *of_misses = measured_on_gpu(case, tmp_path, plan.planner, [x.option for x in options])
     for option, measured_peak in zip(options, (peak, *of_misses), strict=True):
         print(f"{case}: bound {plan.bound}, {option.option}, predicted {option.peak}, measured {measured_peak}")
     assert peak <= plan.bound
@@ -139,10 +142,10 @@ def test_apply_trains_at_once(words, tmp_path: Path, monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize(
     ("method", "further", "reason"),
     [
-        ("dpo", ["--loss_type", "aot"], "the loss type `aot` sorts the pairs"),
+        ("dpo", ["--loss_type", "aot"], "the loss type 'aot' sorts the pairs"),
         ("grpo", ["--loss_type", "bnpo"], "the loss `bnpo` is normalised"),
         ("grpo", ["--entropy_coef", "0.01"], "the entropy bonus is a mean"),
-        ("grpo", ["--top_entropy_quantile", "0.5"], "`top_entropy_quantile` selects tokens"),
+        ("grpo", ["--top_entropy_quantile", "0.5"], "tokens are selected within each micro-batch"),
     ],
 )
 def test_a_loss_of_the_micro_batch_keeps_the_batch(
@@ -179,10 +182,11 @@ def test_several_devices_get_an_engine_and_its_launch_arguments(words, tmp_path,
 def test_the_batch_of_sft_stays_where_it_would_change_the_result(
     changed: dict[str, bool], devices: int, reason: str | None, tmp_path: Path
 ):
-    parsed, _ = arguments_of(line_of("sft-full-narrow", tmp_path), PlanArguments, "")
+    parsed = parse_for_prediction(line_of("sft-full-narrow", tmp_path), PlanArguments, "")
     for name, value in changed.items():
         setattr(parsed.training, name, value)
-    kept = Subject("sft", parsed, devices, "cpu", CPU).kept_because
+    run = run_of("sft", parsed, device="cpu", devices=devices)
+    kept = Planner(run, CPU, partial(lengths_of, "sft", parsed)).kept_because
     assert (reason is None and kept is None) or (reason is not None and reason in str(kept))
 
 
@@ -303,8 +307,8 @@ def test_gpus_are_known_by_the_name_that_the_driver_gives(name: str, known: str 
 def test_lengths_are_those_of_the_rows_that_train(method: str, tmp_path: Path):
     name = next(x for x, case in CASES.items() if case.method == method)
     line = line_of(name, tmp_path)
-    parsed, _ = arguments_of(line, PlanArguments, "")
-    prompts_U, completions_UC = lengths_of(method, parsed, saved_model(CASES[name].model, tmp_path), "main")
+    parsed = parse_for_prediction(line, PlanArguments, "")
+    prompts_U, completions_UC = lengths_of(method, parsed, saved_model(CASES[name].model, tmp_path))
     # Words are tokens; the end of a completion is one more
     assert (prompts_U.min(), prompts_U.max()) == (4, 32)
     if method in ("grpo", "rloo"):
@@ -314,7 +318,7 @@ def test_lengths_are_those_of_the_rows_that_train(method: str, tmp_path: Path):
     assert (prompts_U[:, None] + completions_UC).max() == 160
     # Longer rows are truncated
     parsed.training.max_length = 100
-    prompts_U, completions_UC = lengths_of(method, parsed, saved_model(CASES[name].model, tmp_path), "main")
+    prompts_U, completions_UC = lengths_of(method, parsed, saved_model(CASES[name].model, tmp_path))
     assert (prompts_U[:, None] + completions_UC).max() == 100
 
 
@@ -324,7 +328,7 @@ LENGTHS = st.lists(st.tuples(st.integers(1, 400), st.integers(1, 400), st.intege
 
 
 @st.composite
-def spaces(draw: st.DrawFn) -> tuple[Space, Lengths]:
+def spaces(draw: st.DrawFn) -> Space:
     group = draw(st.sampled_from((1, 1, 4)))
     completions = 1 if group > 1 else draw(st.integers(1, 2))
     rows = np.array(draw(LENGTHS))
@@ -338,26 +342,25 @@ def spaces(draw: st.DrawFn) -> tuple[Space, Lengths]:
     engines = draw(st.sampled_from((("one_process",), ("ddp", "fsdp2"))))
     precompute, on_host = draw(st.sampled_from(((False,), (False, True)))), draw(st.booleans())
     settings = [Setting(x, y, z) for x in engines for y in (False, True) for z in precompute]
-    settings += [x._replace(offloads=True, hosts=True) for x in settings] if on_host else []
+    settings += [replace(x, offloads=True, hosts=True) for x in settings] if on_host else []
     given = Option(setting=settings[0], batch=batch, accumulation=accumulation)
     if group > 1:
         given = replace(given, generation=draw(st.integers(1, 6)) * accumulation)
     changes = draw(st.sampled_from(("batch", "budget", "neither")))
-    space = Space(
+    return Space(
         most_rows=1024,
         given=given,
+        lengths=lengths,
         settings=tuple(settings),
         changes_batch=changes == "batch",
         changes_budget=changes == "budget",
-        together=accumulation if changes == "budget" else 1,
+        joined=accumulation if changes == "budget" else 1,
     )
-    return space, lengths
 
 
-def peak_by_tokens(lengths: Lengths, space: Space):
+def peak_by_tokens(space: Space):
     def peak_of(option: Option) -> int:
-        rows = lengths.worst(option, space.together)
-        tokens = lengths.tokens_of(rows)
+        tokens = space.largest_tokens(option)
         of_token = (10 if option.setting.checkpointing else 40) / (1 + option.setting.offloads)
         return 1000 + int(tokens * of_token) - 200 * option.setting.precompute
 
@@ -366,14 +369,10 @@ def peak_by_tokens(lengths: Lengths, space: Space):
 
 @settings(deadline=None)
 @given(spaces(), st.integers(0, 200_000))
-def test_a_search_keeps_what_is_given_and_finds_the_largest_that_fits(drawn: tuple[Space, Lengths], bound: int):
-    space, lengths = drawn
-    peak_of, ladders = peak_by_tokens(lengths, space), [*space.ladders(lengths)]
-
-    def size_of(option: Option) -> int:
-        return lengths.tokens_of(lengths.worst(option, space.together))
-
-    fits, misses = search(ladders, peak_of, size_of, bound)
+def test_a_search_keeps_what_is_given_and_finds_the_largest_that_fits(space: Space, bound: int):
+    lengths, peak_of, ladders = space.lengths, peak_by_tokens(space), [*space.ladders()]
+    found = search(ladders, peak_of, space.largest_tokens, bound)
+    fits, misses = found.fits, found.misses
     assert all(x.peak <= bound for x in fits)
     assert all(x.peak > bound for x in misses)
     counted = {x.option for x in (*fits, *misses)}
@@ -384,7 +383,7 @@ def test_a_search_keeps_what_is_given_and_finds_the_largest_that_fits(drawn: tup
         if any(x != setting and setting.only_slows(x) for x in fit_whole):
             assert not {*ladder} & counted
             continue
-        sizes = [size_of(x) for x in ladder]
+        sizes = [space.largest_tokens(x) for x in ladder]
         assert sizes == sorted(sizes)
         largest = max((i for i, x in enumerate(ladder) if peak_of(x) <= bound), default=-1)
         assert {*ladder[max(0, largest) : largest + 2]} <= counted
@@ -397,7 +396,7 @@ def test_a_search_keeps_what_is_given_and_finds_the_largest_that_fits(drawn: tup
             assert option.budget is None or option.budget >= lengths.tokens_of(lengths.most(1))
             assert option.setting in space.settings
     best = ranked(fits, lambda x: float(x.accumulation), given_option)
-    times = [round(time, 2) for _, time in best]
+    times = [round(x.time, 2) for x in best]
     assert times == sorted(times)
     shown = varied(best, 3)
     assert len(shown) >= min(
@@ -407,9 +406,9 @@ def test_a_search_keeps_what_is_given_and_finds_the_largest_that_fits(drawn: tup
 
 
 def test_further_options_save_memory_over_faster_ones():
-    def option(time: float, peak: int, checkpointing: bool, offloads: bool = False) -> tuple[Counted, float]:
+    def option(time: float, peak: int, checkpointing: bool, offloads: bool = False) -> Ranked:
         setting = Setting("one_process", checkpointing, offloads=offloads)
-        return Counted(Option(setting=setting, batch=peak, accumulation=1), peak), time
+        return Ranked(Counted(Option(setting=setting, batch=peak, accumulation=1), peak), time)
 
     fastest, saves, useless = option(1.0, 40, False), option(1.2, 10, False), option(1.3, 40, True)
     offloads, smallest = option(1.4, 9, True, offloads=True), option(1.5, 9, True)
@@ -422,8 +421,8 @@ def test_further_options_save_memory_over_faster_ones():
 
 @settings(deadline=None)
 @given(spaces(), st.integers(1, 20))
-def test_more_units_have_no_fewer_tokens(drawn: tuple[Space, Lengths], units: int):
-    _, lengths = drawn
+def test_more_units_have_no_fewer_tokens(space: Space, units: int):
+    lengths = space.lengths
     small, large = (lengths.most(x) for x in (units, units + 1))
     assert len(small) == units * lengths.completions_UC.shape[1]
     assert lengths.tokens_of(lengths.most(1)) == lengths.units_U.max()
@@ -433,20 +432,19 @@ def test_more_units_have_no_fewer_tokens(drawn: tuple[Space, Lengths], units: in
 
 @settings(deadline=None)
 @given(spaces())
-def test_a_budget_is_kept_by_the_rows_that_it_stands_for(drawn: tuple[Space, Lengths]):
-    space, lengths = drawn
-    for ladder in replace(space, changes_batch=False, changes_budget=True).ladders(lengths):
+def test_a_budget_is_kept_by_the_rows_that_it_stands_for(space: Space):
+    for ladder in replace(space, changes_batch=False, changes_budget=True).ladders():
         for option in ladder:
             if option.budget is not None:
-                assert lengths.tokens_of(lengths.worst(option, space.together)) <= option.budget
-            assert lengths.work(option, 1, space.together, 0.0).passes >= 1
+                assert space.largest_tokens(option) <= option.budget
+            assert space.work(option, 1, 0.0).passes >= 1
 
 
 def test_of_equal_times_the_option_nearest_to_the_arguments_is_first():
     given_option = Option(setting=Setting("ddp", checkpointing=True), batch=4, accumulation=2)
     other = replace(given_option, batch=8, accumulation=1)
     best = ranked([Counted(other, 1), Counted(given_option, 2)], lambda _: 1.0, given_option)
-    assert best[0][0].option == given_option
+    assert best[0].counted.option == given_option
 
 
 def test_the_table_of_gpus_is_in_the_units_of_torch():

@@ -13,10 +13,12 @@ from launch import SMALL_BUCKET
 from memory_on_gpu import peaks
 from tiny import word_tokenizer
 from trl_ext.cli.arguments import OneLineParser, Parsed, dataclasses_of, parse
-from trl_ext.cli.estimate import OPTIMIZERS, EstimateArguments, step_of
-from trl_ext.cli.line import read
+from trl_ext.cli.commands import COMMANDS
 from trl_ext.cli.training import build
-from trl_ext.memory.step import memory_of_step
+from trl_ext.fit.coverage import OPTIMIZERS
+from trl_ext.fit.estimate import step_of
+from trl_ext.fit.run import Run
+from trl_ext.fit.step import memory_of_step
 
 _SHAPE = {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": None, "max_position_embeddings": 512}
 _MODELS = {
@@ -130,17 +132,16 @@ def estimated_and_measured_on_gpu(names: list[str], folder: Path) -> dict[str, t
     expected, runs = {}, {}
     for name in names:
         case, further = ON_GPU[name]
-        method, asked = CASES[case][0], EstimateArguments(device="cuda", prompt_length=PROMPT)
-        expected[name] = memory_of_step(step_of(method, parsed(case, folder, ("--use_cpu", *further)), asked)).peak
-        runs[name] = method, [*words(case, folder), *further]
+        run = run_of_case(case, folder, ("--use_cpu", *further), device="cuda")
+        expected[name] = memory_of_step(step_of(run)).peak
+        runs[name] = run.method, [*words(case, folder), *further]
     return {name: (expected[name], peak) for name, peak in peaks(runs, folder).items()}
 
 
 def estimated(name: str, folder: Path, engine: str = "one_process", devices: int = 1) -> int:
     """Return the peak bytes of a case's step on one of `devices` CPUs, by `estimate`."""
     small, engine = engine.startswith("small_buckets"), engine.removeprefix("small_buckets_")
-    asked = EstimateArguments(device="cpu", prompt_length=PROMPT, engine=engine, num_devices=devices)
-    step = step_of(CASES[name][0], parsed(name, folder), asked)
+    step = step_of(run_of_case(name, folder, device="cpu", engine=engine, devices=devices))
     return memory_of_step(replace(step, reduce_bucket_size=SMALL_BUCKET) if small else step).peak
 
 
@@ -154,7 +155,14 @@ def _scales(weight: Any) -> list[torch.Tensor]:
 def parsed(name: str, folder: Path, launched: tuple[str, ...] | None = None) -> Parsed:
     """Return the arguments of a case. `launched`: further arguments for ranks, whose launch chooses the device."""
     method, arguments = CASES[name][0], [*words(name, folder), *(["--use_cpu"] if launched is None else launched)]
-    return Parsed(*parse(OneLineParser(dataclasses_of(method)), read(method, arguments), may_launch=False))
+    return parse(OneLineParser(dataclasses_of(method)), COMMANDS[method].read(arguments), may_launch=False)
+
+
+def run_of_case(name: str, folder: Path, launched: tuple[str, ...] | None = None, **values: Any) -> Run:
+    """Return the run of a case, with these values of `Run`."""
+    arguments = parsed(name, folder, launched)
+    values = {"prompt_length": PROMPT, **values}
+    return Run(method=CASES[name][0], training=arguments.training, model=arguments.model, **values)
 
 
 def words(name: str, folder: Path) -> list[str]:

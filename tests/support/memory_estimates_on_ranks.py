@@ -14,8 +14,8 @@ from transformers import TrainerCallback
 from launch import LaunchedRank
 from memory_estimates import CASES as ALL
 from memory_estimates import words
-from trl_ext.cli.arguments import OneLineParser, Parsed, dataclasses_of, parse
-from trl_ext.cli.line import read
+from trl_ext.cli.arguments import OneLineParser, dataclasses_of, parse
+from trl_ext.cli.commands import COMMANDS
 from trl_ext.cli.training import build
 
 
@@ -47,8 +47,8 @@ def peak_of(method: str, arguments: list[str], rank: LaunchedRank) -> int:
     trainers: list[Any] = []
 
     def run() -> None:
-        line = read(method, [*arguments, "--max_steps", "3", *of_rank])
-        trainers.append(build(method, Parsed(*parse(OneLineParser(dataclasses_of(method)), line, may_launch=False))))
+        line = COMMANDS[method].read([*arguments, "--max_steps", "3", *of_rank])
+        trainers.append(build(method, parse(OneLineParser(dataclasses_of(method)), line, may_launch=False)))
         trainers[0].add_callback(_Steady())
         trainers[0].train()
 

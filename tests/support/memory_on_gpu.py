@@ -31,8 +31,8 @@ def _main(runs: dict[str, tuple[str, list[str]]]) -> None:
 
     torch.set_num_threads(1)
     pretended_gpu.start()
-    from trl_ext.cli.arguments import OneLineParser, Parsed, dataclasses_of, parse
-    from trl_ext.cli.line import read
+    from trl_ext.cli.arguments import OneLineParser, dataclasses_of, parse
+    from trl_ext.cli.commands import COMMANDS
     from trl_ext.cli.training import build
     from trl_ext.trainers import reference_weights
 
@@ -52,8 +52,8 @@ def _main(runs: dict[str, tuple[str, list[str]]]) -> None:
     with pretended_gpu.DeviceMode():
         for name, (method, words) in runs.items():
             before = pretended_gpu.MEMORY.held  # of earlier runs
-            arguments = parse(OneLineParser(dataclasses_of(method)), read(method, words), may_launch=False)
-            trainer: Any = build(method, Parsed(*arguments))
+            arguments = parse(OneLineParser(dataclasses_of(method)), COMMANDS[method].read(words), may_launch=False)
+            trainer: Any = build(method, arguments)
             trainer.add_callback(Steady())
             pretended_gpu.MEMORY.peak = 0
             trainer.train()

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +12,17 @@ from allocations import peak_bytes
 from launch import SMALL_BUCKET, launch
 from memory_estimates import saved_model
 from memory_on_gpu import peaks
-from trl_ext.cli.arguments import OneLineParser, Parsed, dataclasses_of, parse
-from trl_ext.cli.estimate import arguments_of
-from trl_ext.cli.line import Line, read
-from trl_ext.cli.plan import MARGIN, PlanArguments, chosen_of_trainer
-from trl_ext.cli.plan_search import Counted, Option, Setting, ranked
-from trl_ext.cli.plan_subject import Subject
+from trl_ext.cli.arguments import OneLineParser, dataclasses_of, parse
+from trl_ext.cli.commands import COMMANDS
+from trl_ext.cli.line import Line
+from trl_ext.cli.plan import MARGIN, PlanArguments
+from trl_ext.cli.plan_lengths import lengths_of
+from trl_ext.cli.predictions import parse_for_prediction, run_of
 from trl_ext.cli.training import build
-from trl_ext.planning.speed import CPU, GPUS
+from trl_ext.fit.options import Option, Setting
+from trl_ext.fit.planner import Planner
+from trl_ext.fit.search import Counted, ranked
+from trl_ext.fit.speed import CPU, GPUS
 
 ROWS = 64
 LONGEST, PROMPT, COMPLETION = 160, 32, 64
@@ -97,19 +101,19 @@ def line_of(name: str, folder: Path, longest_only: bool = False) -> Line:
         words += ["--reference_store", "memory"]
     if case.method in ("grpo", "rloo"):
         words += [f"--max_completion_length={COMPLETION}", "--generation_kwargs", '{"suppress_tokens": [1]}']
-    return read("plan", [case.method, *words])
+    return COMMANDS["plan"].read([case.method, *words])
 
 
 @dataclass(frozen=True)
 class Planned:
-    subject: Subject
+    planner: Planner
     bound: int
     fits: list[Counted]
     misses: list[Counted]
 
     @property
     def best(self) -> Counted:
-        return ranked(self.fits, self.subject.seconds_of, self.subject.space.given)[0][0]
+        return ranked(self.fits, self.planner.seconds_of, self.planner.space.given)[0].counted
 
     @property
     def tempting(self) -> list[Counted]:
@@ -124,32 +128,35 @@ def planned(name: str, folder: Path) -> Planned:
     """Return what `plan` finds for a case."""
     line, case = line_of(name, folder), _ALL[name]
     devices = 1 if case.engine == "one_process" else 2
-    asked = read("plan", [line.method, *line.words, "--num_devices", str(devices)])
-    parsed, _ = arguments_of(asked, PlanArguments, "")
-    subject = Subject(line.method, parsed, devices, case.kind, CPU if case.kind == "cpu" else GPUS["A10"])
+    line = COMMANDS["plan"].read([line.method, *line.words, "--num_devices", str(devices)])
+    parsed = parse_for_prediction(line, PlanArguments, "")
+    run = run_of(line.method, parsed, device=case.kind, devices=devices)
+    limits = CPU if case.kind == "cpu" else GPUS["A10"]
+    planner = Planner(run, limits, partial(lengths_of, line.method, parsed))
     if devices > 1:  # `plan` has other engines than DDP only for GPUs
-        subject.engines = (case.engine.removeprefix("small_buckets_"),)
-        of_setting = subject._step
-        subject._step = lambda setting: replace(of_setting(setting), reduce_bucket_size=SMALL_BUCKET)
+        planner.engines = (case.engine.removeprefix("small_buckets_"),)
+        step_of_setting = planner._step
+        planner._step = lambda setting: replace(step_of_setting(setting), reduce_bucket_size=SMALL_BUCKET)
     bound = int(case.bound * 2**20)
-    return Planned(subject, bound, *subject.search(int(bound * (1 - MARGIN))))
+    found = planner.search(int(bound * (1 - MARGIN)))
+    return Planned(planner, bound, found.fits, found.misses)
 
 
-def measured(name: str, folder: Path, subject: Subject, option: Option) -> int:
+def measured(name: str, folder: Path, planner: Planner, option: Option) -> int:
     """Return the peak bytes of training with an option on the longest rows alone, by the allocator's records."""
     line = line_of(name, folder, longest_only=True)
-    again = read(line.method, _words(line, subject, option))
-    parsed = Parsed(*parse(OneLineParser(dataclasses_of(line.method)), again, may_launch=False))
+    again = COMMANDS[line.method].read(_words(line, planner, option))
+    parsed = parse(OneLineParser(dataclasses_of(line.method)), again, may_launch=False)
     trainer: Any = build(line.method, parsed)
     models = [trainer.model, *([] if trainer.ref_model is None else [trainer.ref_model])]
     held = sum(x.nbytes for model in models for x in (*model.parameters(), *model.buffers()))
     return held + peak_bytes(trainer.train)
 
 
-def measured_on_gpu(name: str, folder: Path, subject: Subject, options: list[Option]) -> list[int]:
+def measured_on_gpu(name: str, folder: Path, planner: Planner, options: list[Option]) -> list[int]:
     """Return what `measured` does for several options, on the pretended GPU."""
     line = line_of(name, folder, longest_only=True)
-    runs = {str(i): (line.method, _words(line, subject, x)) for i, x in enumerate(options)}
+    runs = {str(i): (line.method, _words(line, planner, x)) for i, x in enumerate(options)}
     return [*peaks(runs, folder).values()]
 
 
@@ -157,16 +164,16 @@ def measured_on_ranks(plans: dict[str, Planned], folder: Path) -> dict[str, list
     """Return for plans under one engine, on each rank, what `measured` does for the best option and the misses."""
     for name, plan in plans.items():
         line = line_of(name, folder, longest_only=True)
-        runs = [_words(line, plan.subject, x.option) for x in (plan.best, *plan.tempting)]
+        runs = [_words(line, plan.planner, x.option) for x in (plan.best, *plan.tempting)]
         (folder / f"{name}.json").write_text(json.dumps(runs))
     (engine,) = {ON_RANKS[name].engine for name in plans}
     return launch(Path(__file__).with_name("plans_on_ranks.py"), list(plans), engine, folder, timeout=900.0)
 
 
-def _words(line: Line, subject: Subject, option: Option) -> list[str]:
+def _words(line: Line, planner: Planner, option: Option) -> list[str]:
     """Return the arguments of a run with an option."""
     words = list(line.words)
-    for argument, value in chosen_of_trainer(subject, option).items():
+    for argument, value in planner.space.arguments_of(option).items():
         if value is not None:
             words += [f"--{argument}", str(value)]
     return words

@@ -1,19 +1,15 @@
 """The arguments of a method: their dataclasses, and the parser."""
 
 import argparse
-import os
 import re
 from collections.abc import Collection
-from dataclasses import dataclass, field, fields
-from typing import Any, NamedTuple, NoReturn
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, NoReturn
 
-import torch
-from accelerate.commands.config.config_args import default_config_file, load_config_from_file
 from accelerate.commands.launch import launch_command_parser
 from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments, TrlParser
 
 from ..compat.arguments import former_name
-from ..compat.choices import accelerate_configs, resolve_accelerate_config_argument
 from ..config import (
     ADDED_FIELDS,
     AddedFields,
@@ -24,8 +20,9 @@ from ..config import (
     SFTConfig,
     with_help,
 )
-from . import CommandError, did_you_mean, one_line
-from .line import Line, refuse_word
+from . import CommandError, did_you_mean
+from .launch import check_launch, launch_words, needs_launch
+from .line import Argument, Line
 
 CONFIGS = {"sft": SFTConfig, "dpo": DPOConfig, "kto": KTOConfig, "grpo": GRPOConfig, "rloo": RLOOConfig}
 # The functions of `trl.rewards` that `--reward_funcs` takes, as TRL's command does
@@ -60,19 +57,19 @@ _SAID = {
 }
 # argparse's own pattern has no exponent, so that `-1e-5` would be an argument
 _NEGATIVE_NUMBER = re.compile(r"-(\d+\.?\d*|\.\d+)(e[+-]?\d+)?$|-(inf|nan)$", re.IGNORECASE)
-# Arguments for `accelerate launch` with a minimum; it would take 0 or less as if nothing was given
-_LEAST_OF_LAUNCH = {"num_processes": 1, "num_machines": 1, "machine_rank": 0, "main_process_port": 0}
 
 
-class Parsed(NamedTuple):
-    """The four dataclasses, and arguments for `accelerate launch`: those in the file, and those on the command line."""
+@dataclass(frozen=True)
+class Parsed:
+    """All arguments of a run. A run that starts processes, which parse them again, may lack the dataclasses."""
 
-    script: Any
-    training: Any
-    model: Any
-    mixture: Any
-    launch_of_file: list[str]
-    launch: list[str]
+    script: Any  # TRL's arguments about data sets, and the rewards
+    training: Any  # the trainer's config
+    model: Any  # TRL's `ModelConfig`
+    mixture: Any  # TRL's `DatasetMixtureConfig`
+    command: Any  # the dataclass of `estimate` or `plan`; `None` for other commands
+    launch_of_file: list[str]  # arguments for `accelerate launch` in the file
+    launch: list[str]  # those on the command line
 
 
 class OneLineParser(TrlParser):
@@ -148,45 +145,51 @@ def dataclasses_of(method: str) -> tuple[type, ...]:
     return script, CONFIGS[method], ModelConfig, DatasetMixtureConfig
 
 
-def parse(parser: Any, line: Line, *, may_launch: bool) -> tuple[Any, ...]:
-    """Return the parser's dataclasses, then the arguments for `accelerate launch` in the file and on the line."""
+def parse(parser: Any, line: Line, *, may_launch: bool, predicts: bool = False) -> Parsed:
+    """Return the arguments on the line and in its file. The parser has the dataclasses of `dataclasses_of` first.
+
+    With `may_launch`, arguments for `accelerate launch` are known. With `predicts`, no process is launched even so.
+    """
     launcher = launch_command_parser()
     launcher.error = parser.error
     launcher._negative_number_matcher = _NEGATIVE_NUMBER
-    of_launch = {x.lstrip("-") for x in (*launcher._option_string_actions, "--accelerate_config")}
-    known = {x.lstrip("-") for x in parser._option_string_actions} | (of_launch if may_launch else set())
+    launch_names = {x.lstrip("-") for x in (*launcher._option_string_actions, "--accelerate_config")}
+    names_on_line = {x.lstrip("-") for x in parser._option_string_actions}
+    if may_launch:
+        names_on_line |= launch_names
+    names_of_parser = {action.dest for action in parser._actions}
     # First, because making the dataclasses may raise errors about the machine
     _refuse_short(line, launcher._option_string_actions)
-    left = parser.parse_known_args(line.words)[1]
-    settable = {action.dest for action in parser._actions} | of_launch
-    launched = of_launch - {"env", *(action.dest for action in parser._actions)}  # `env` of a file is TRL's
-    for name, shown, mark in line._replace(words=left).given():
-        names = known if mark else settable
-        if name not in names:
-            remedy = _instead(name, line, names, mark) or f" `{line.prog} --help` lists the arguments."
-            raise CommandError(f"{shown} is not an argument of `{line.prog}`.{remedy}")
-    of_file = _launch_words({x: line.in_file[x] for x in line.in_file if x in launched}, launcher)
-    # `accelerate launch` would run the first word that is neither an argument nor its value
-    options = with_config_file([*of_file, *left])
-    launched_with = launcher.parse_args([*options, "-m", line.prog])
-    if launched_with.training_script != line.prog:
-        refuse_word(launched_with.training_script, line)
-    _check_launch(launched_with)
+    launch_on_line = parser.parse_known_args(line.words)[1]
+    for argument in replace(line, words=launch_on_line).arguments():
+        names = names_on_line if argument.prefix else names_of_parser | launch_names
+        if argument.name not in names:
+            remedy = _instead(argument, line, names) or f" `{line.prog} --help` lists the arguments."
+            raise CommandError(f"{argument.shown} is not an argument of `{line.prog}`.{remedy}")
+    # `env` of a file is TRL's
+    in_file = {x: line.in_file[x] for x in line.in_file if x in launch_names - names_of_parser - {"env"}}
+    launch_of_file = launch_words(in_file, launcher)
+    check_launch(launcher, [*launch_of_file, *launch_on_line], line)
     try:
-        return (*parser.parse_args_and_config(line.whole, return_remaining_strings=True)[:-1], of_file, left)
+        *parsed, _ = parser.parse_args_and_config(line.all_words, return_remaining_strings=True)
     except ValueError as error:
         if "divisible" in str(error):
             # The processes that this one launches check the batch of all processes
-            if may_launch and {"estimate", "plan"}.isdisjoint(line.prog.split()) and needs_launch([*of_file, *left]):
-                return None, None, None, None, of_file, left
-            one, of = ("", "train") if "num_generations" in str(error) else ("_eval", "eval")
-            raise CommandError(f"{error} Change `--num_generations{one}` or `--per_device_{of}_batch_size`.") from error
+            if may_launch and not predicts and needs_launch([*launch_of_file, *launch_on_line]):
+                return Parsed(None, None, None, None, None, launch_of_file, launch_on_line)
+            remedy = "Change `--num_generations_eval` or `--per_device_eval_batch_size`."
+            if "num_generations" in str(error):
+                remedy = "Change `--num_generations` or `--per_device_train_batch_size`."
+            raise CommandError(f"{error} {remedy}") from error
         if "use_cpu" not in str(error):
             raise
         raise CommandError(
             "`--bf16` is true, TRL's default, but there is no GPU. Pass `--use_cpu` to train in bf16 on the CPU, or "
             "`--bf16 false`."
         ) from error
+    script, training, model, mixture, *of_command = parsed
+    command = of_command[0] if of_command else None
+    return Parsed(script, training, model, mixture, command, launch_of_file, launch_on_line)
 
 
 def _refuse_short(line: Line, of_launch: Collection[str]) -> None:
@@ -201,71 +204,9 @@ def _refuse_short(line: Line, of_launch: Collection[str]) -> None:
             )
 
 
-def with_config_file(words: list[str]) -> list[str]:
-    """Return words for `accelerate launch`, with a file in place of the name of a config that TRL ships."""
-    apart = (word.split("=", 1) if word.startswith("--accelerate_config=") else [word] for word in words)
-    words = [part for parts in apart for part in parts]
-    if "--accelerate_config" in words:
-        at = words.index("--accelerate_config") + 1
-        given, known = words[at] if at < len(words) else "", accelerate_configs()
-        if not os.path.isfile(given) and given not in known:
-            what = f"is `{given}`, which is neither a file nor a config of TRL." if given else "has no value."
-            hint = did_you_mean(given, known)
-            raise CommandError(f"`--accelerate_config` {what}{hint} Choose from: {', '.join(known)}.")
-    return resolve_accelerate_config_argument(words)
-
-
-def _check_launch(launched_with: Any) -> None:
-    """Raise `CommandError` for a number, or a config file, with which `accelerate launch` cannot start processes."""
-    for name, least in _LEAST_OF_LAUNCH.items():
-        value = getattr(launched_with, name, None)
-        if value is not None and value < least:
-            raise CommandError(f"`--{name}` must be {least} or more, got {value}.")
-    file = launched_with.config_file
-    if file is None:
-        return
-    if not os.path.isfile(file):
-        raise CommandError(f"`--config_file` is `{file}`, but there is no such file. Current folder: {os.getcwd()}.")
-    try:
-        load_config_from_file(file)
-    except Exception as error:  # accelerate raises errors of many types for wrong content
-        raise CommandError(
-            f"`--config_file {file}` is not a config of accelerate: {one_line(error).rstrip('.')}. `accelerate config` "
-            "makes one."
-        ) from error
-
-
-def _launch_words(in_file: dict[str, Any], launcher: Any) -> list[str]:
-    """Return arguments of a YAML file as `accelerate launch` reads them: flags without values, lists with commas."""
-    words: list[str] = []
-    for name, value in in_file.items():
-        action = launcher._option_string_actions.get(f"--{name}")
-        if action is not None and action.nargs == 0:
-            if not isinstance(value, bool):
-                raise CommandError(f"`{name}` must be true or false, got {value!r}.")
-            words += [f"--{name}"] * value
-        elif value is not None:
-            if value is False and action.choices:
-                value = "no"  # YAML reads `no` as false
-            text = ",".join(map(str, value)) if isinstance(value, list) else str(value)
-            words += [f"--{name}", text.lower() if isinstance(value, bool) else text]
-    return words
-
-
-def asks_for_one_process(launch_arguments: list[str]) -> bool:
-    """Return whether `--num_processes 1` is the only argument for `accelerate launch`."""
-    return " ".join(launch_arguments).replace("=", " ") == "--num_processes 1"
-
-
-def needs_launch(launch_arguments: list[str]) -> bool:
-    """Return whether there are arguments or a default file for `accelerate launch`, or several GPUs."""
-    if asks_for_one_process(launch_arguments):
-        return False
-    return bool(launch_arguments) or os.path.isfile(default_config_file) or torch.cuda.device_count() > 1
-
-
-def _instead(name: str, line: Line, known: set[str], mark: str) -> str:
+def _instead(argument: Argument, line: Line, known: set[str]) -> str:
     """Return what replaces an argument of an older TRL, or the name that a typo was meant to be."""
+    name, mark = argument.name, argument.prefix
     value = line.value(name)
     former = former_name(name, known, "VALUE" if value in (None, "") else str(value))
     if former is None and name.removeprefix("no_") in known and name.startswith("no_"):
@@ -275,11 +216,11 @@ def _instead(name: str, line: Line, known: set[str], mark: str) -> str:
         return did_you_mean(name, known, mark)
 
     def as_given(code: re.Match[str]) -> str:
-        argument, value = code.groups()
-        if argument not in known:
+        new_name, value = code.groups()
+        if new_name not in known:
             return code[0]
         # From Python's `a=["b", 1.0]` to `--a b 1.0` or `a: [b, 1.0]`
         value = re.sub(r'[]["=,]' if mark else '["=]', "", value or "")
-        return f"`{mark}{argument}{' ' if mark and value else ': ' if value else ''}{value}`"
+        return f"`{mark}{new_name}{' ' if mark and value else ': ' if value else ''}{value}`"
 
     return f" {re.sub('`(.+?)(=.+?)?`', as_given, former)}"

@@ -21,7 +21,7 @@ _OF_PYTHON = {"target_modules": "lora_target_modules"}
 def as_typed(message: str, line: Line) -> str:
     """Return `message` with the names of arguments as they were typed, and with their values where it lacks both."""
     known = _names(line.method)
-    typed = dict(line.typed())
+    typed = dict(line.pairs())
 
     def flagged(name: str) -> str | None:
         name = name if name in known else _OF_PYTHON.get(name, name)
@@ -44,7 +44,7 @@ def as_typed(message: str, line: Line) -> str:
             message = re.sub(rf"(?<![\w`\"'./=-]){name}(?![\w`\"'./(=-])", f"`--{name}`", message)
     if "dataset_name" in typed:
         message = message.replace("`train_dataset`", f"`--dataset_name {typed['dataset_name']}`")
-    if line.has_on("push_to_hub") and re.search("connect|401|Unauthorized|token", message, re.IGNORECASE):
+    if line.is_on("push_to_hub") and re.search("connect|401|Unauthorized|token", message, re.IGNORECASE):
         message += " (`--push_to_hub` needs the Hub, and a token that may write there)"
     if not any(f"--{name}" in message or f"`{name}" in message for name in {*typed, *line.in_file}):
         typed.pop("model_name_or_path", None)  # `where` says more

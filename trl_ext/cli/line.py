@@ -5,27 +5,50 @@ import os
 import re
 import tempfile
 from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import yaml
 
 from . import CommandError
 
-# The arguments that each method needs: (name, what to give, alternatives)
-_MODEL = ("model_name_or_path", "a folder, or a name on the Hub", ())
-_DATA = ("dataset_name", "a file, a folder, or a name on the Hub", ("datasets",))
-_REWARDS = ("reward_funcs", "such as `my_rewards.py:brevity`", ("reward_model_name_or_path",))
+
+@dataclass(frozen=True)
+class Need:
+    """An argument without which a method does not run."""
+
+    name: str
+    hint: str  # what to give
+    others: tuple[str, ...] = ()  # arguments that take its place
+
+
+_MODEL = Need("model_name_or_path", "a folder, or a name on the Hub")
+_DATA = Need("dataset_name", "a file, a folder, or a name on the Hub", ("datasets",))
+_REWARDS = Need("reward_funcs", "such as `my_rewards.py:brevity`", ("reward_model_name_or_path",))
 # The types of files with data, and what `datasets` calls them
 DATA_FORMATS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}
 METHODS = {
-    **dict.fromkeys(("sft", "dpo", "kto"), (_MODEL, _DATA)),
-    **dict.fromkeys(("grpo", "rloo"), (_MODEL, _DATA, _REWARDS)),
+    "sft": (_MODEL, _DATA),
+    "dpo": (_MODEL, _DATA),
+    "kto": (_MODEL, _DATA),
+    "grpo": (_MODEL, _DATA, _REWARDS),
+    "rloo": (_MODEL, _DATA, _REWARDS),
 }
 
 
-class Line(NamedTuple):
+@dataclass(frozen=True)
+class Argument:
+    """An argument that is given."""
+
+    name: str
+    shown: str  # its name in errors
+    prefix: str  # of its name: "--" on the line, "" in a file
+
+
+@dataclass(frozen=True)
+class Line:
     """The words after `dpo`, `explain dpo` and the like."""
 
     method: str  # a key of `METHODS`
@@ -35,16 +58,21 @@ class Line(NamedTuple):
     in_file: dict[str, Any]  # what it sets
 
     @property
-    def whole(self) -> list[str]:
+    def all_words(self) -> list[str]:
         """The words, with `--config` and its file."""
         return self.words if self.file is None else ["--config", self.file, *self.words]
 
+    @property
+    def asks_for_help(self) -> bool:
+        return not {"-h", "--help"}.isdisjoint(self.words)
+
     def where(self, message: str) -> str:
         """Return where the arguments in an error `message` are set or looked for: the file, the folder, the adapter."""
-        named = dict.fromkeys(re.findall(r"(?:`|argument )(?:--)?(\w+)", message))
-        of_file = [f"`{name}`" for name in named if name in self.in_file and name not in names_in(self.words)]
+        names = dict.fromkeys(re.findall(r"(?:`|argument )(?:--)?(\w+)", message))
+        of_file = [f"`{name}`" for name in names if name in self.in_file and name not in names_in(self.words)]
         place = f" ({', '.join(of_file)} in {self.file})" if of_file and str(self.file) not in message else ""
-        model, of_hub = str(self.value("model_name_or_path")), "huggingface.co" in message
+        model = str(self.value("model_name_or_path"))
+        of_hub = "huggingface.co" in message
         of_model = f"={model!r}" in message or (of_hub and model in message and "Current folder" not in message)
         # Transformers does not say what it could not load
         of_model = of_model or ("couldn't connect" in message and self.base is None)
@@ -63,47 +91,48 @@ class Line(NamedTuple):
         except (OSError, ValueError):
             return None
 
+    def pairs(self) -> Iterator[tuple[str, str]]:
+        """Yield each argument in the words with its value, "" if it has none."""
+        for word, next_word in zip(self.words, [*self.words[1:], "--"], strict=False):
+            if word.startswith("--"):
+                name, mark, value = word[2:].partition("=")
+                yield name, value if mark else "" if next_word.startswith("--") else next_word
+
     def value(self, name: str) -> Any:
         """Return the value given for an argument or a prefix of its name: `None` if not given, "" if without value."""
         values = [self.in_file.get(name)]
-        for word, after in zip(self.words, [*self.words[1:], "--"], strict=False):
-            begun, mark, value = word.partition("=")
-            if len(begun) > 2 and f"--{name}".startswith(begun):
-                values.append(value if mark else "" if after.startswith("--") else after)
+        values += [value for beginning, value in self.pairs() if beginning and name.startswith(beginning)]
         return values[-1]
 
-    def typed(self) -> Iterator[tuple[str, str]]:
-        """Yield each argument on the line with its value, "" if it has none."""
-        for word, after in zip(self.words, [*self.words[1:], "--"], strict=False):
-            if word.startswith("--"):
-                name, mark, value = word[2:].partition("=")
-                yield name, value if mark else "" if after.startswith("--") else after
-
-    def has_on(self, name: str) -> bool:
+    def is_on(self, name: str) -> bool:
         """Return whether an argument is given, and its value is not false."""
         value = self.value(name)
         return value is not None and str(value).lower() not in ("false", "f", "no", "n", "0")
 
-    def given(self) -> list[tuple[str, str, str]]:
-        """Return (name, name in errors, prefix of a name: "--" or "") for each argument on the line and in the file."""
-        in_words = [(name, f"`--{name}`", "--") for name in names_in(self.words)]
-        return in_words + [(name, f"`{name}` in {self.file}", "") for name in self.in_file]
+    def arguments(self) -> list[Argument]:
+        """Return each argument in the words and in the file."""
+        in_words = [Argument(name, f"`--{name}`", "--") for name in names_in(self.words)]
+        return in_words + [Argument(name, f"`{name}` in {self.file}", "") for name in self.in_file]
 
 
-def read(command: str, words: list[str]) -> Line:
-    """Read the words, and raise `CommandError` for mistakes that show without the types of the arguments."""
-    from ..compat.arguments import OTHER_NAMES, OTHER_NAMES_OF  # checks the version of TRL
+def read_method(command: str, words: list[str]) -> Line:
+    """Read the words after a command that a method follows.
 
-    method, prog = command, f"trl-ext {command}"
-    if command not in METHODS:
-        method, *words = words or [""]
-        if method not in METHODS:
-            given = f"`{method}`" if method else "nothing"
-            known = ", ".join(f"`{x}`" for x in METHODS)
-            raise CommandError(f"`{command}` must be followed by one of {known}, got {given}.")
-        prog = f"{prog} {method}"
-    apart = [word.split("=", 1) if word.startswith("--config=") else [word] for word in words]
-    words = [_with_underscores(part) for parts in apart for part in parts]
+    Raises:
+        `CommandError`: none does, or a word is wrong.
+    """
+    method, *others = words or [""]
+    if method not in METHODS:
+        got = f"`{method}`" if method else "nothing"
+        known = ", ".join(f"`{x}`" for x in METHODS)
+        raise CommandError(f"`{command}` must be followed by one of {known}, got {got}.")
+    return read(method, f"trl-ext {command} {method}", others)
+
+
+def read(method: str, prog: str, words: list[str]) -> Line:
+    """Read the words after a method, and the file that `--config` names."""
+    split = [word.split("=", 1) if word.startswith("--config=") else [word] for word in words]
+    words = [_with_underscores(part) for parts in split for part in parts]
     file, in_file = None, {}
     if "--config" in words:
         at = words.index("--config")
@@ -115,21 +144,34 @@ def read(command: str, words: list[str]) -> Line:
     line = Line(method, prog, words, file, in_file)
     if words and not words[0].startswith("-"):
         refuse_word(words[0], line)
-    if {"-h", "--help"}.isdisjoint(words):
-        _check_names(line, OTHER_NAMES | OTHER_NAMES_OF[method])
-        _check_needs(line, METHODS[method][: 1 if command == "estimate" else None])
-        _check_model(line)
-        _check_adapter(line)
-        _check_quantization(line)
-        if command != "estimate":
-            _check_data(line)
-        if command in METHODS:
-            check_folder("output_dir", line.value("output_dir"))
-            store = line.value("reference_store_dir")
-            if store is not None and not os.path.isdir(store):  # one that is there may be read-only, and full
-                check_folder("reference_store_dir", store)
-            _check_best_model(line)
     return line
+
+
+def check(line: Line, *, reads_data: bool) -> None:
+    """Raise `CommandError` for mistakes that show without the types of the arguments."""
+    from ..compat.arguments import OTHER_NAMES, OTHER_NAMES_OF  # checks the version of TRL
+
+    if line.asks_for_help:
+        return
+    _check_names(line, OTHER_NAMES | OTHER_NAMES_OF[line.method])
+    needs = METHODS[line.method]
+    _check_needs(line, needs if reads_data else (_MODEL,))
+    _check_model(line)
+    _check_adapter(line)
+    _check_quantization(line)
+    if reads_data:
+        _check_data(line)
+
+
+def check_output(line: Line) -> None:
+    """Raise `CommandError` if a training could not write its results, or would not load the best of them."""
+    if line.asks_for_help:
+        return
+    check_folder("output_dir", line.value("output_dir"))
+    store = line.value("reference_store_dir")
+    if store is not None and not os.path.isdir(store):  # one that is there may be read-only, and full
+        check_folder("reference_store_dir", store)
+    _check_best_model(line)
 
 
 def refuse_word(word: str, line: Line) -> NoReturn:
@@ -175,7 +217,7 @@ def _set_in(file: str) -> dict[str, Any]:
         given = f"`{file}`, which is not a file" if file else "nothing"
         raise CommandError(f"`--config` must be followed by a YAML file, got {given}.")
     try:
-        found = _UniqueKeys(Path(file).read_text()).get_single_data()
+        content = _UniqueKeys(Path(file).read_text()).get_single_data()
     except _RepeatedKeyError as error:
         key, number = error.args
         raise CommandError(
@@ -185,28 +227,32 @@ def _set_in(file: str) -> dict[str, Any]:
         mark = getattr(error, "problem_mark", None)
         where = "" if mark is None else f" Look at line {mark.line + 1}."
         raise CommandError(f"`--config {file}` is not valid YAML.{where}") from error
-    if not isinstance(found, dict):
-        raise CommandError(f"`--config {file}` must have lines such as `learning_rate: 1.0e-5`, got {found!r:.40}.")
-    variables = found.get("env", {})
+    if not isinstance(content, dict):
+        raise CommandError(f"`--config {file}` must have lines such as `learning_rate: 1.0e-5`, got {content!r:.40}.")
+    variables = content.get("env", {})
     if not isinstance(variables, dict) or not all(isinstance(name, str) for name in variables):
         raise CommandError(f"`env` in {file} must have lines such as `HF_HUB_OFFLINE: 1`, got {variables!r:.40}.")
-    return {str(name): value for name, value in found.items()}
+    return {str(name): value for name, value in content.items()}
 
 
 def _check_names(line: Line, others: dict[str, str]) -> None:
-    for name, shown, mark in line.given():
+    for argument in line.arguments():
+        name = argument.name
         if name in others:
-            raise CommandError(f"{shown} is not an argument of `{line.prog}`. Write `{mark}{others[name]}`.")
+            remedy = f"Write `{argument.prefix}{others[name]}`."
+            raise CommandError(f"{argument.shown} is not an argument of `{line.prog}`. {remedy}")
         # Also the beginning of `label_smoothing_factor`, which only SFT reads
         if name == "label_smoothing" and line.method not in ("sft", "dpo"):
             raise CommandError(
-                f"{shown} is not an argument of `{line.prog}`, whose loss has no label smoothing. Leave it out."
+                f"{argument.shown} is not an argument of `{line.prog}`, whose loss has no label smoothing. Leave it "
+                "out."
             )
 
 
 def _check_model(line: Line) -> None:
     """Raise `CommandError` for a path without a model. A model on the Hub is checked when it is loaded."""
-    name, base = str(line.value("model_name_or_path") or "None"), line.base
+    name = str(line.value("model_name_or_path") or "None")
+    base = line.base
     is_folder = os.path.isdir(name)
     if os.path.isfile(name):
         raise CommandError(f"`--model_name_or_path` is `{name}`, which is a file. Pass the folder of a model.")
@@ -237,26 +283,26 @@ def check_folder(argument: str, given: Any) -> None:
     if given is None:
         return
     folder = Path(str(given)).expanduser()
-    there = next((x for x in (folder, *folder.parents) if x.exists()), Path("."))
-    what = ""
+    existing = next((x for x in (folder, *folder.parents) if x.exists()), Path("."))
     if str(given) == "":
         what = "is empty"
-    elif not there.is_dir():
-        what = f"is `{given}`, " + ("which is a file" if there == folder else f"but `{there}` is a file")
-    else:
+    elif existing.is_dir():
         try:
-            with tempfile.TemporaryDirectory(dir=there):
-                pass
+            with tempfile.TemporaryDirectory(dir=existing):
+                return
         except OSError as error:
-            what = f"is `{given}`, but `{there}` cannot be written to ({error.strerror})"
-    if what:
-        raise CommandError(f"`--{argument}` {what}. Pass a folder that you can write to.")
+            what = f"is `{given}`, but `{existing}` cannot be written to ({error.strerror})"
+    elif existing == folder:
+        what = f"is `{given}`, which is a file"
+    else:
+        what = f"is `{given}`, but `{existing}` is a file"
+    raise CommandError(f"`--{argument}` {what}. Pass a folder that you can write to.")
 
 
 def _check_best_model(line: Line) -> None:
     """Raise `CommandError` if the best model is to be loaded, but nothing is evaluated: TRL would keep the last one."""
     strategy = line.value("eval_strategy")
-    if line.has_on("load_best_model_at_end") and strategy in (None, False, "no"):
+    if line.is_on("load_best_model_at_end") and strategy in (None, False, "no"):
         raise CommandError(
             "`--load_best_model_at_end` has no effect without evaluations. Pass `--eval_strategy steps`, or leave "
             "`--load_best_model_at_end` out."
@@ -265,10 +311,10 @@ def _check_best_model(line: Line) -> None:
 
 def _check_quantization(line: Line) -> None:
     """Raise `CommandError` for weights of two precisions, or quantized weights without an adapter to train."""
-    of_bits = [name for name in ("load_in_4bit", "load_in_8bit") if line.has_on(name)]
+    of_bits = [name for name in ("load_in_4bit", "load_in_8bit") if line.is_on(name)]
     if len(of_bits) > 1:
         raise CommandError("`--load_in_4bit` and `--load_in_8bit` contradict each other. Remove one of the two.")
-    if of_bits and not line.has_on("use_peft") and line.base is None:
+    if of_bits and not line.is_on("use_peft") and line.base is None:
         name = of_bits[0]
         raise CommandError(f"`--{name}` trains only adapters. Pass `--use_peft`, or leave `--{name}` out.")
 
@@ -280,25 +326,33 @@ def _is_path(name: str) -> bool:
 
 def _check_adapter(line: Line) -> None:
     """Raise `CommandError` for arguments of a new adapter if none is made; TRL would ignore them."""
-    new, trained = line.has_on("use_peft"), line.base is not None
-    flags = ("use_rslora", "use_dora", *["use_peft"] * trained)
-    for name, shown, mark in line.given():
-        of_adapter = name.startswith("lora_") or (len(name) > 4 and any(flag.startswith(name) for flag in flags))
-        if not of_adapter or not line.has_on(name) or (new and not trained):
+    is_adapter = line.base is not None
+    if line.is_on("use_peft") and not is_adapter:
+        return
+    flags = ["use_rslora", "use_dora"]
+    if is_adapter:
+        flags.append("use_peft")
+    for argument in line.arguments():
+        name, typed_name = argument.name, f"`{argument.prefix}{argument.name}`"
+        is_flag = len(name) > 4 and any(flag.startswith(name) for flag in flags)
+        if not (name.startswith("lora_") or is_flag) or not line.is_on(name):
             continue
-        if trained:
-            model = line.value("model_name_or_path")
-            why = f"is for a new adapter, but `{model}` already is an adapter. To train it, leave `{mark}{name}` out"
-            raise CommandError(f"{shown} {why}.")
-        why = f"has no effect unless `{mark}use_peft` is true. Set it, or leave `{mark}{name}` out"
-        raise CommandError(f"{shown} {why}.")
+        if is_adapter:
+            raise CommandError(
+                f"{argument.shown} is for a new adapter, but `{line.value('model_name_or_path')}` already is an "
+                f"adapter. To train it, leave {typed_name} out."
+            )
+        raise CommandError(
+            f"{argument.shown} has no effect unless `{argument.prefix}use_peft` is true. Set it, or leave "
+            f"{typed_name} out."
+        )
 
 
-def _check_needs(line: Line, needs: tuple[tuple[str, str, tuple[str, ...]], ...]) -> None:
+def _check_needs(line: Line, needs: tuple[Need, ...]) -> None:
     def lacks(*names: str) -> bool:
         return all(line.value(name) in (None, "") for name in names)
 
-    missing = [f"`--{name}` ({what})" for name, what, others in needs if lacks(name, *others)]
+    missing = [f"`--{need.name}` ({need.hint})" for need in needs if lacks(need.name, *need.others)]
     if not missing:
         return
     stray = [x for x in line.words if x.endswith((".yaml", ".yml"))]

@@ -13,28 +13,43 @@ from peft import LoraConfig
 from transformers import AutoProcessor, LlamaConfig, LlamaForCausalLM, ProcessorMixin
 from trl import is_conversational
 
+from ..fit.lengths import Array
 from . import CommandError
 from .arguments import Parsed
-from .plan_search import Array
 from .training import TRAINERS, data_sets
 
 # Arguments that would load, write or report something, and have no effect on the tokens
-_OFF = {
-    **dict.fromkeys(("push_to_hub", "sync_ref_model", "precompute_ref_log_probs", "gradient_checkpointing"), False),
+_OFF: dict[str, Any] = {
+    "push_to_hub": False,
+    "sync_ref_model": False,
+    "precompute_ref_log_probs": False,
+    "gradient_checkpointing": False,
     "activation_offloading": False,
-    **dict.fromkeys(("model_init_kwargs", "reference_device", "policy_adapter_name", "ref_adapter_name"), None),
-    **{"report_to": [], "eval_strategy": "no", "show_plan": False, "reference_store": "memory", "bf16": False},
-    **{"fp16": False, "use_cpu": True, "reference_store_dir": None},
+    "model_init_kwargs": None,
+    "reference_device": None,
+    "policy_adapter_name": None,
+    "ref_adapter_name": None,
+    "report_to": [],
+    "eval_strategy": "no",
+    "show_plan": False,
+    "reference_store": "memory",
+    "reference_store_dir": None,
+    "bf16": False,
+    "fp16": False,
+    "use_cpu": True,
 }
 
 
-def lengths_of(method: str, parsed: Parsed, model: str, revision: str) -> tuple[Array, Array]:
-    """Return the tokens of each prompt, `(U,)`, and of its completions, `(U, C)`; of prompts alone, `(U, 0)`."""
+def lengths_of(method: str, parsed: Parsed, model: str) -> tuple[Array, Array]:
+    """Return the tokens of each prompt, `(U,)`, and of its completions, `(U, C)`; of prompts alone, `(U, 0)`.
+
+    `model` is the name of the model whose tokenizer is used.
+    """
     data, _ = data_sets(parsed.script, parsed.training, parsed.mixture, None)
     if not isinstance(data, Dataset):
         raise CommandError("`--dataset_streaming` is true, but `plan` reads all lengths. Leave it out.")
     trusts = parsed.training.trust_remote_code
-    processor = AutoProcessor.from_pretrained(model, revision=revision, trust_remote_code=trusts)
+    processor = AutoProcessor.from_pretrained(model, revision=parsed.model.model_revision, trust_remote_code=trusts)
     if isinstance(processor, ProcessorMixin) or {"image", "images"} & {*data.column_names}:
         raise CommandError(f"`plan` does not cover images, and `{model}` or the data set has them. Use a text model.")
     options: dict[str, Any] = {
@@ -44,26 +59,35 @@ def lengths_of(method: str, parsed: Parsed, model: str, revision: str) -> tuple[
     if method in ("grpo", "rloo"):
         keywords = parsed.training.chat_template_kwargs or {}
         options["fn_kwargs"] = {"tokenizer": processor, "keywords": keywords}
-        of = {"grpo": "GRPO", "rloo": "RLOO"}[method]
         if "prompt" not in data.column_names:
             raise CommandError(
-                f"The data set has the columns {data.column_names}, but {of} reads `prompt`. Rename yours."
+                f"The data set has the columns {data.column_names}, but {method.upper()} reads `prompt`. Rename yours."
             )
         rows = data.map(_of_prompts, batched=True, remove_columns=data.column_names, **options)
         return np.array(rows["prompt"]), np.zeros((len(rows), 0), np.int64)
     rows = _tokenized(method, parsed.training, data, processor)
-    options["fn_kwargs"] = {"longest": getattr(parsed.training, "max_length", None)}
-    options["fn_kwargs"]["keeps_end"] = getattr(parsed.training, "truncation_mode", "") == "keep_end"
-    counts = rows.map({"sft": _of_text}.get(method, _of_completions), remove_columns=rows.column_names, **options)
+    options["fn_kwargs"] = {
+        "longest": getattr(parsed.training, "max_length", None),
+        "keeps_end": getattr(parsed.training, "truncation_mode", "") == "keep_end",
+    }
+    count_tokens = _of_text if method == "sft" else _of_completions
+    counts = rows.map(count_tokens, remove_columns=rows.column_names, **options)
     return np.array(counts["prompt"]), np.array(counts["completions"]).reshape(len(counts), -1)
 
 
 def _tokenized(method: str, training: Any, data: Dataset, processor: Any) -> Dataset:
     """Return the rows as the trainer of `method` prepares them."""
     config = LlamaConfig(
-        **{"vocab_size": len(processor), "hidden_size": 8, "intermediate_size": 8, "tie_word_embeddings": True},
-        **{"num_hidden_layers": 1, "num_attention_heads": 1, "max_position_embeddings": 2**20},
-        **{"pad_token_id": None, "bos_token_id": None, "eos_token_id": None},
+        vocab_size=len(processor),
+        hidden_size=8,
+        intermediate_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=1,
+        max_position_embeddings=2**20,
+        tie_word_embeddings=True,
+        pad_token_id=None,
+        bos_token_id=None,
+        eos_token_id=None,
     )
     quiet = copy.copy(training)
     for name, value in _OFF.items():
@@ -104,10 +128,10 @@ def _of_text(row: dict[str, Any], longest: int | None, keeps_end: bool) -> dict[
 def _of_completions(row: dict[str, Any], longest: int | None, keeps_end: bool) -> dict[str, Any]:
     """Truncate as the collator of DPO and KTO does: prompt and completion together."""
     prompt = len(row["prompt_ids"])
-    found = [len(row[name]) for name in ("chosen_ids", "rejected_ids", "completion_ids") if name in row]
+    completions = [len(row[name]) for name in ("chosen_ids", "rejected_ids", "completion_ids") if name in row]
     if longest is None:
-        return {"prompt": prompt, "completions": found}
+        return {"prompt": prompt, "completions": completions}
     if not keeps_end:
-        return {"prompt": min(prompt, longest), "completions": [min(x, longest - prompt) for x in found]}
-    left = [min(x, longest) for x in found]
-    return {"prompt": min(prompt, longest - min(left)), "completions": left}
+        return {"prompt": min(prompt, longest), "completions": [min(x, longest - prompt) for x in completions]}
+    ends = [min(x, longest) for x in completions]
+    return {"prompt": min(prompt, longest - min(ends)), "completions": ends}

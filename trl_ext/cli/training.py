@@ -2,38 +2,29 @@
 
 import importlib.util
 import os
-import subprocess
 import sys
-import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate.commands.launch import launch_command, launch_command_parser
 from datasets import load_dataset
 from datasets.exceptions import DatasetGenerationError
 from huggingface_hub import is_offline_mode
 from peft import AutoPeftModelForCausalLM
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK, get_available_reporting_integrations
 from trl import get_dataset, get_peft_config, get_quantization_config
 
+from ..fit.policy import is_adapter, model_init_arguments
 from ..trainers.dpo import DPOTrainer
 from ..trainers.grpo import GRPOTrainer
 from ..trainers.kto import KTOTrainer
 from ..trainers.rloo import RLOOTrainer
 from ..trainers.sft import SFTTrainer
-from . import CommandError, TrainingStoppedError, did_you_mean, one_line, wrapped
-from .arguments import (
-    REWARDS,
-    OneLineParser,
-    Parsed,
-    asks_for_one_process,
-    dataclasses_of,
-    needs_launch,
-    parse,
-    with_config_file,
-)
+from . import CommandError, TrainingStoppedError, did_you_mean, one_line
+from .arguments import REWARDS, OneLineParser, Parsed, dataclasses_of, parse
+from .commands import Process
+from .launch import launch, needs_launch, without
 from .line import DATA_FORMATS, Line
 
 TRAINERS: dict[str, Any] = {
@@ -54,7 +45,8 @@ def rewards_of(script_args: Any) -> list[Any]:
 def _function(given: str) -> Any:
     """Return the reward function `given`: `my_rewards.py:name`, `my_rewards.name`, or a name in `trl.rewards`."""
     place, mark, name = given.rpartition(":" if ":" in given else ".")
-    file, folder = Path(place), os.getcwd()
+    file = Path(place)
+    folder = os.getcwd()
     if not mark:
         if name not in REWARDS:
             raise CommandError(
@@ -114,17 +106,17 @@ def _imported(name: str, given: str) -> Any:
 
 def build(method: str, parsed: Parsed, *, most_rows: int | None = None) -> Any:
     """Return the trainer, ready to train, with at most the first `most_rows` of each data set."""
-    script, training, model_args, mixture, *_ = parsed
+    script, training = parsed.script, parsed.training
     rewards = {"reward_funcs": rewards_of(script)} if method in ("grpo", "rloo") else {}
-    train, evaluation = data_sets(script, training, mixture, most_rows)
-    model, quantization_config = _model(training, model_args)
+    train, evaluation = data_sets(script, training, parsed.mixture, most_rows)
+    model, quantization_config = _model(training, parsed.model)
     trainer = TRAINERS[method](
         model=model,
         args=training,
         train_dataset=train,
         eval_dataset=evaluation,
         quantization_config=quantization_config,
-        peft_config=get_peft_config(model_args),
+        peft_config=get_peft_config(parsed.model),
         **rewards,
     )
     if script.ignore_bias_buffers:
@@ -135,24 +127,10 @@ def build(method: str, parsed: Parsed, *, most_rows: int | None = None) -> Any:
     return trainer
 
 
-def model_init_arguments(training: Any, model_args: Any) -> dict[str, Any]:
-    """Return the arguments that load the model, as in TRL's scripts."""
-    return {
-        "dtype": model_args.dtype,
-        "attn_implementation": model_args.attn_implementation,
-        "trust_remote_code": training.trust_remote_code,
-        **(training.model_init_kwargs or {}),
-    }
-
-
-def is_adapter(name: str) -> bool:
-    """Return whether `name` is the folder of a PEFT adapter."""
-    return os.path.isfile(os.path.join(name, "adapter_config.json"))
-
-
 def _model(training: Any, model_args: Any) -> tuple[Any, Any]:
     """Return the model or its name, and the quantization with which the trainer loads it."""
-    name, arguments = model_args.model_name_or_path, model_init_arguments(training, model_args)
+    name = model_args.model_name_or_path
+    arguments = model_init_arguments(training, model_args)
     quantization_config = get_quantization_config(model_args)
     if not is_adapter(name):
         training.model_init_kwargs = {"revision": model_args.model_revision, **arguments}
@@ -168,10 +146,10 @@ def _model(training: Any, model_args: Any) -> tuple[Any, Any]:
 def data_sets(script: Any, training: Any, mixture: Any, most_rows: int | None) -> tuple[Any, Any]:
     """Return the rows to train on and those to evaluate, each at most the first `most_rows`."""
     data = get_dataset(mixture) if mixture.datasets else _loaded(script)
-    wanted = {"dataset_train_split": script.dataset_train_split}
+    splits = {"dataset_train_split": script.dataset_train_split}
     if training.eval_strategy != "no":
-        wanted["dataset_test_split"] = script.dataset_test_split
-    for argument, split in wanted.items():
+        splits["dataset_test_split"] = script.dataset_test_split
+    for argument, split in splits.items():
         if split not in data and argument == "dataset_test_split" and split == "test":
             raise CommandError(
                 f"`--eval_strategy {getattr(training.eval_strategy, 'value', training.eval_strategy)}` needs data to "
@@ -182,21 +160,25 @@ def data_sets(script: Any, training: Any, mixture: Any, most_rows: int | None) -
             raise CommandError(
                 f"`--{argument}` is `{split}`, but the data set has no such split. Choose from: {', '.join(data)}."
             )
-    found = [data[split] for split in wanted.values()]
+    parts = [data[split] for split in splits.values()]
     if most_rows is not None:
-        found = [x.select(range(min(most_rows, len(x)))) if hasattr(x, "select") else x for x in found]
-    return found[0], found[1] if len(found) > 1 else None
+        # A streaming data set has no `select`
+        parts = [x.select(range(min(most_rows, len(x)))) if hasattr(x, "select") else x for x in parts]
+    return parts[0], parts[1] if len(parts) > 1 else None
 
 
 def _loaded(script: Any) -> Any:
     """Return the splits of `--dataset_name`: a file, a folder, or a data set on the Hub."""
-    name, options = script.dataset_name, {"name": script.dataset_config, "streaming": script.dataset_streaming}
-    file, is_there, why = DATA_FORMATS.get(Path(name).suffix), os.path.exists(name), ""
+    name = script.dataset_name
+    options = {"name": script.dataset_config, "streaming": script.dataset_streaming}
+    file_format = DATA_FORMATS.get(Path(name).suffix)
+    exists = os.path.exists(name)
+    why = ""
     try:
-        if file is None or os.path.isdir(name):
+        if file_format is None or os.path.isdir(name):
             return load_dataset(name, **options)
-        if is_there:
-            return load_dataset(file, data_files=name, **options)
+        if exists:
+            return load_dataset(file_format, data_files=name, **options)
     except StopIteration:
         raise CommandError(f"`--dataset_name` is `{name}`, which has no rows.") from None
     except DatasetGenerationError as error:
@@ -207,56 +189,45 @@ def _loaded(script: Any) -> Any:
         if "BuilderConfig" in why or "Config name" in why:
             given = f", got {script.dataset_config}" if script.dataset_config else ""
             raise CommandError(f"`--dataset_config` must be one of `--dataset_name {name}`{given}: {why}.") from error
-        if is_there and getattr(error, "errno", None) is not None:  # such as a cache that cannot be written to
+        if exists and getattr(error, "errno", None) is not None:  # such as a cache that cannot be written to
             raise CommandError(f"`--dataset_name {name}` cannot be read: {why}.") from error
-        if is_there:
+        if exists:
             known = ", ".join(DATA_FORMATS)
-            what = f"no file that can be read ({known})" if os.path.isdir(name) else f"no rows that {file} can read"
+            what = f"no rows that {file_format} can read"
+            if os.path.isdir(name):
+                what = f"no file that can be read ({known})"
             raise CommandError(f"`--dataset_name {name}` has {what}: {why}.") from error
-        why = "" if file else f" ({why})"
-    what = "file" if file else f"folder, and no data set of this name can be loaded from the Hub{why}"
+        why = "" if file_format else f" ({why})"
+    what = "file" if file_format else f"folder, and no data set of this name can be loaded from the Hub{why}"
     raise CommandError(f"`--dataset_name` is `{name}`, but there is no such {what}. Current folder: {os.getcwd()}.")
 
 
-def launch(launch_arguments: list[str], arguments: list[str]) -> int:
-    """Run the command with `arguments` in the processes that accelerate starts; return the first failure's status."""
-    options = [*with_config_file(launch_arguments), "-m", "trl_ext.cli", *arguments]
-    try:
-        launch_command(launch_command_parser().parse_args(options))
-    except subprocess.CalledProcessError as error:  # the process has printed its error
-        return error.returncode
-    except ChildFailedError as error:
-        return int(error.get_first_failure()[1].exitcode)
-    return 0
+def run(line: Line, process: Process) -> int:
+    """Train, and save the model."""
+    return run_in_processes(line, process, _train)
 
 
-# Rows of the data set with which `explain` builds the trainer: the plan does not depend on their number
-_ROWS_TO_EXPLAIN = 64
-
-
-def run(command: str, line: Line, *, may_launch: bool, shows_traceback: bool) -> int:
-    """Run a method or `explain`, in this process or in those that `accelerate launch` starts."""
-    # Libraries read the environment when they are imported, so variables that a file sets need a new process
-    variables = line.in_file.get("env")
-    new = isinstance(variables, dict) and any(os.environ.get(x) != str(value) for x, value in variables.items())
-    if may_launch and str(line.value("num_processes")) == "1":
+def run_in_processes(line: Line, process: Process, action: Callable[[str, Parsed], Any]) -> int:
+    """Call `action`, which returns a trainer, in this process or in those that `accelerate launch` starts."""
+    variables = line.in_file.get("env") or {}
+    sets_variables = any(os.environ.get(name) != str(value) for name, value in variables.items())
+    if process.may_launch and str(line.value("num_processes")) == "1":
         # Before CUDA starts: Hugging Face's Trainer would use all GPUs that one process sees
         os.environ["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
-    parsed = Parsed(*parse(OneLineParser(dataclasses_of(line.method), prog=line.prog), line, may_launch=may_launch))
+    parsed = parse(OneLineParser(dataclasses_of(line.method), prog=line.prog), line, may_launch=process.may_launch)
     launch_arguments = [*parsed.launch_of_file, *parsed.launch]
-    if may_launch and (needs_launch(launch_arguments) or new):
-        left = list(parsed.launch)  # all are also in `line.whole`, in the same order
-        words = [x for x in line.whole if x not in left[:1] or not left.pop(0)]
-        words = [*line.prog.split()[1:], *words, *["--traceback"] * shows_traceback]
-        if asks_for_one_process(launch_arguments):
-            return subprocess.run([sys.executable, "-m", "trl_ext.cli", *words]).returncode
+    # Libraries read the environment when they are imported, so variables that a file sets need a new process
+    if process.may_launch and (needs_launch(launch_arguments) or sets_variables):
+        words = [*line.prog.split()[1:], *without(parsed.launch, line.all_words)]
+        if process.shows_traceback:
+            words.append("--traceback")
         return launch(launch_arguments, words)
     _check_packages(parsed.training)
     resumed = parsed.training.resume_from_checkpoint
     if resumed not in (None, True, False, "auto", "true", "false", "True", "False") and not os.path.isdir(resumed):
         known = f"Pass a checkpoint, or `auto` for the last one in `--output_dir`. Current folder: {os.getcwd()}."
         raise CommandError(f"`--resume_from_checkpoint` is `{resumed}`, but there is no such folder. {known}")
-    trainer = _explain(line.method, parsed) if command == "explain" else _train(line.method, parsed)
+    trainer = action(line.method, parsed)
     if hasattr(trainer, "end"):  # transformers 5.18 and later: closes the trackers and the process group
         trainer.end()
     return 0
@@ -268,7 +239,8 @@ _PACKAGES = {"azure_ml": "azureml-core", "comet_ml": "comet-ml"}
 
 def _check_packages(training: Any) -> None:
     """Raise `CommandError` for an optional package that is not installed."""
-    known, installed = [*INTEGRATION_TO_CALLBACK], get_available_reporting_integrations()
+    known = [*INTEGRATION_TO_CALLBACK]
+    installed = get_available_reporting_integrations()
     for name in training.report_to:
         if name not in known:
             choices = ", ".join(map(repr, ["all", "none", *known]))
@@ -289,20 +261,6 @@ def _check_packages(training: Any) -> None:
             "`--push_to_hub` needs the Hub, which is offline (`HF_HUB_OFFLINE`). Unset it, or leave `--push_to_hub` "
             "out."
         )
-
-
-def _explain(method: str, parsed: Parsed) -> Any:
-    training = parsed.training
-    training.push_to_hub = training.log_completions = False  # TRL's `__init__` creates a repository of completions
-    with tempfile.TemporaryDirectory() as folder:
-        training.output_dir = folder
-        trainer = build(method, parsed, most_rows=_ROWS_TO_EXPLAIN)
-        plan = trainer.explain()
-    if trainer.accelerator.is_main_process:
-        print(plan)
-        for warning in plan.warnings:
-            print(wrapped(warning, "warning: "))
-    return trainer
 
 
 def _train(method: str, parsed: Parsed) -> Any:

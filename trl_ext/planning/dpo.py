@@ -1,10 +1,12 @@
 """DPO's plan: whether the reference runs, is read from the store, or is not needed, and why."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from ..losses.loss_types import dpo_loss_type
 from .non_finite import steps_in_backward
-from .plan import BY_LENGTH, Decision
+from .plan import Decision, model_reason
 from .reference import ReferenceFacts, ReferencePlan, Source, left_to_own_loss, plan_reference
 
 
@@ -112,16 +114,26 @@ def _balance(facts: DPOFacts) -> Decision:
     return Decision("balance", "run", moved)
 
 
+def micro_batch_reason(loss_types: Sequence[str], model: Any) -> str | None:
+    """Return why the gradient of TRL's loss depends on which pairs share a micro-batch; `None` if it does not.
+
+    `model` has the fields `has_router_loss` and `positions_by_length`.
+    """
+    for name in loss_types:
+        if dpo_loss_type(name).of_whole_batch is not None:
+            return f"the loss type '{name}' {dpo_loss_type(name).of_whole_batch}"
+    return model_reason(model)
+
+
 def _micro_batch_reason(facts: DPOFacts) -> str | None:
     """Return why the gradient depends on which pairs share a micro-batch, or why pairs cannot change micro-batches."""
-    for name in facts.loss_types:
-        row = dpo_loss_type(name)
-        if row.of_whole_batch is not None and (row.is_known or not _overrides_loss(facts)):
-            return f"the loss type '{name}' {row.of_whole_batch}"
-    if facts.has_router_loss:
-        return "the router loss is computed for each micro-batch"
-    if facts.positions_by_length:
-        return BY_LENGTH
+    loss_types = facts.loss_types
+    if _overrides_loss(facts):
+        # TRL computes no loss that is unknown; the override is the reason below
+        loss_types = tuple(name for name in loss_types if dpo_loss_type(name).is_known)
+    reason = micro_batch_reason(loss_types, facts)
+    if reason is not None:
+        return reason
     if facts.noise_of_batch is not None:
         return f"{facts.noise_of_batch}, which may depend on the rows of a batch"
     if facts.has_images:

@@ -9,7 +9,7 @@ from typing import Any
 
 from ..losses.loss_types import grpo_loss_type
 from .non_finite import steps_in_backward
-from .plan import BY_LENGTH, Decision, Plan
+from .plan import Decision, Plan, model_reason
 from .sampled import (
     SampledFacts,
     micro_batches_of_a_step,
@@ -375,13 +375,19 @@ def _micro_batch_reason(facts: GRPOFacts) -> str | None:
         return "a batch with images cannot be split by completion"
     if facts.has_own_loss:
         return "this trainer overrides the loss, which may depend on the whole micro-batch"
-    of_whole_batch = grpo_loss_type(facts.loss_type).of_whole_batch
+    return micro_batch_reason(facts.loss_type, facts.has_entropy_bonus, facts.top_entropy_quantile, facts)
+
+
+def micro_batch_reason(loss_type: str, has_entropy_bonus: bool, top_entropy_quantile: float, model: Any) -> str | None:
+    """Return why the gradient of TRL's loss depends on which rows share a micro-batch; `None` if it does not.
+
+    `model` has the fields `has_router_loss` and `positions_by_length`.
+    """
+    of_whole_batch = grpo_loss_type(loss_type).of_whole_batch
     if of_whole_batch is not None:
-        return f"the loss `{facts.loss_type}` {of_whole_batch}"
-    if facts.has_entropy_bonus:
+        return f"the loss `{loss_type}` {of_whole_batch}"
+    if has_entropy_bonus:
         return "the entropy bonus is a mean over the tokens of each micro-batch"
-    if facts.has_router_loss:
-        return "the router loss is computed for each micro-batch"
-    if facts.top_entropy_quantile < 1.0:
-        return f"tokens are selected within each micro-batch (`top_entropy_quantile={facts.top_entropy_quantile}`)"
-    return BY_LENGTH if facts.positions_by_length else None
+    if top_entropy_quantile < 1.0 and not model.has_router_loss:
+        return f"tokens are selected within each micro-batch (`top_entropy_quantile={top_entropy_quantile}`)"
+    return model_reason(model)

@@ -4,7 +4,7 @@ import os
 import shutil
 import textwrap
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 Action = Literal["run", "reuse", "skip"]
 
@@ -73,6 +73,16 @@ def _with_tilde(folder: str) -> str:
 
 
 BY_LENGTH = "the model's rotary embeddings depend on the longest row of each micro-batch"
+
+
+def model_reason(model: Any) -> str | None:
+    """Return why the gradient depends on which rows share a micro-batch, whatever the loss; `None` if it does not.
+
+    `model` has the fields `has_router_loss` and `positions_by_length`.
+    """
+    if model.has_router_loss:
+        return "the router loss is computed for each micro-batch"
+    return BY_LENGTH if model.positions_by_length else None
 
 
 @dataclass(frozen=True, kw_only=True)

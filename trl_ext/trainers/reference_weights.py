@@ -191,29 +191,36 @@ class ReferenceOfPolicy:
     def _check_host(self) -> None:
         trainer = self.trainer
         option = "`reference_device='cpu'`"
-        if trainer.ref_model is None:
-            if isinstance(trainer.model, PeftModel) and trainer.args.beta != 0:
-                raise ValueError(
-                    f"{option} keeps a separate reference model on the host, but there is none: a PEFT policy and its "
-                    "reference share their weights. Leave it unset."
-                )
+        shares_weights = isinstance(trainer.model, PeftModel) and trainer.args.beta != 0
+        if trainer.ref_model is None and not shares_weights:
             return  # beta is 0, or all log-probs are precomputed: there is no reference model
+        check_hosted_arguments(trainer.args, has_model=trainer.ref_model is not None)
         if self.ranks.tensor_parallel is not None or trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
             raise ValueError(
                 f"{option} does not work with FSDP, DeepSpeed and tensor parallelism, which shard the reference model "
                 "themselves. Leave it unset. FSDP (`fsdp_offload_params: true`) and ZeRO-3 "
                 "(`offload_param_device: cpu`) have their own offloading."
             )
-        if trainer.args.sync_ref_model:
-            raise ValueError(
-                f"{option} needs a reference that does not change, but `sync_ref_model=True` changes it. Leave one of "
-                "them unset."
-            )
         if trainer.accelerator.state.dynamo_plugin.backend != DynamoBackend.NO:
             raise ValueError(
                 f"{option} replaces weights during the forward pass, which does not work with `torch_compile=True`. "
                 "Leave one of them unset."
             )
+
+
+def check_hosted_arguments(args: Any, *, has_model: bool) -> None:
+    """Raise `ValueError` if `reference_device='cpu'` has no reference model to move, or one that changes."""
+    option = "`reference_device='cpu'`"
+    if not has_model and args.beta != 0:
+        raise ValueError(
+            f"{option} keeps a separate reference model on the host, but there is none: a PEFT policy and its "
+            "reference share their weights. Leave it unset."
+        )
+    if args.sync_ref_model:
+        raise ValueError(
+            f"{option} needs a reference that does not change, but `sync_ref_model=True` changes it. Leave one of "
+            "them unset."
+        )
 
 
 def _check_synced(policy: Any, model: Any) -> None:

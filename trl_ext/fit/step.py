@@ -28,7 +28,7 @@ from ..packing.attention import index_select_fp32_grad, run_packed
 from ..packing.layout import Layout
 from ..packing.packing import Packing
 from ..packing.randomness import randomness_of
-from ..packing.support import backbone_of, can_rebase, positions_by_length
+from ..packing.support import backbone_of, can_rebase
 from ..scoring.head import OpaqueHead, logit_transform, resolve_head
 from ..scoring.weight_layout import weight_layout_of
 from .engines import Zero, one_rank_of, under_fsdp2
@@ -93,10 +93,21 @@ class StepMemory:
     peak: int
 
 
+@dataclass(frozen=True)
+class _MicroBatchMemory:
+    """Bytes of a micro-batch on one device, as those of `StepMemory`. `peak` includes what was there before."""
+
+    activations: int
+    offloaded: int
+    head: int
+    peak: int
+
+
 def memory_of_step(step: Step) -> StepMemory:
     """Return the parts and the peak of a step after the first, when the optimizer states exist."""
     with torch.device("meta"):
-        model, reference_model = step.model(), None if step.reference is None else step.reference()
+        model = step.model()
+        reference_model = None if step.reference is None else step.reference()
         if _is_zero(step) and step.autocast is not None:  # DeepSpeed trains weights of this dtype
             model.to(step.autocast)
             reference_model = reference_model and reference_model.to(step.autocast)
@@ -116,29 +127,36 @@ def memory_of_step(step: Step) -> StepMemory:
         states = records.held - before
         ddp_buckets = [torch.empty_like(x) for x in trained] if step.engine == "ddp" else []
         records.mark()
-        highest = _earlier_micro_batch(step, model, zero, fake, records) if step.accumulates else 0
+        peaks = []
+        if step.accumulates:
+            peaks.append(_earlier_micro_batch(step, model, zero, fake, records))
         if step.reference_batches:
-            scored = model if reference_model is None else reference_model
-            rows, lengths = step.rows * step.reference_batches, step.lengths * step.reference_batches
-            of_reference = replace(step, rows=rows, lengths=lengths, outputs=("log_probs",))
+            reference_step = replace(
+                step,
+                rows=step.rows * step.reference_batches,
+                lengths=step.lengths * step.reference_batches,
+                outputs=("log_probs",),
+            )
             with torch.no_grad():
-                highest = max(highest, _micro_batch(of_reference, scored, fake, records)[-1])
-        activations, offloaded, head, of_policy = _micro_batch(step, model, fake, records)
+                scorer = model if reference_model is None else reference_model
+                peaks.append(_micro_batch(reference_step, scorer, fake, records).peak)
+        micro_batch = _micro_batch(step, model, fake, records)
+        peaks.append(micro_batch.peak)
         if zero is not None:
             zero.after_backward()
         optimizer.step()
-        highest = max(highest, of_policy, records.peak)
+        peaks.append(records.peak)
     return StepMemory(
         weights=weights,
         reference=reference,
         gradients=sum(here(x).nbytes for x in trained) if zero is None else zero.gradients,
         optimizer=states,
         buckets=sum(x.nbytes for x in ddp_buckets) if zero is None else zero.bucket,
-        activations=activations,
-        offloaded=offloaded,
+        activations=micro_batch.activations,
+        offloaded=micro_batch.offloaded,
         hosted=hosted,
-        head=head,
-        peak=highest,
+        head=micro_batch.head,
+        peak=max(peaks),
     )
 
 
@@ -158,10 +176,15 @@ def _placed(model: Any, mesh: Any, step: Step, records: AllocationRecords) -> tu
 
 def _optimizer(step: Step, model: Any) -> tuple[torch.optim.Optimizer, Zero | None]:
     """Return the optimizer after a first step, which has made its states."""
-    optimizer, zero = step.optimizer(model), None
+    optimizer = step.optimizer(model)
+    zero = None
     if _is_zero(step):
-        sizes = {"devices": step.devices, "bucket_size": step.reduce_bucket_size}
-        zero = Zero(optimizer, stage=int(step.engine[-1]), **sizes)
+        zero = Zero(
+            optimizer,
+            stage=int(step.engine[-1]),
+            devices=step.devices,
+            bucket_size=step.reduce_bucket_size,
+        )
     for group in optimizer.param_groups:
         if step.device.type == "cuda" and "foreach" in group:  # what torch chooses on a GPU
             group["foreach"] = group["foreach"] is not False and not group.get("fused")
@@ -187,9 +210,9 @@ def _earlier_micro_batch(
     elif step.engine == "fsdp2":
         # Accelerate makes FSDP2 keep whole gradients on each rank until the last micro-batch
         model.set_requires_gradient_sync(False)
-        highest = _micro_batch(step, model, fake, records)[-1]
+        peak = _micro_batch(step, model, fake, records).peak
         model.set_requires_gradient_sync(True)
-        return highest
+        return peak
     else:
         for parameter in model.parameters():
             if parameter.requires_grad:
@@ -197,20 +220,25 @@ def _earlier_micro_batch(
     return 0
 
 
-def _micro_batch(step: Step, model: Any, fake: FakeTensorMode, records: AllocationRecords) -> tuple[int, ...]:
-    """Return the bytes of activations on the device and on the host, of the head, and of the highest total."""
+def _micro_batch(step: Step, model: Any, fake: FakeTensorMode, records: AllocationRecords) -> _MicroBatchMemory:
+    """Run forward and, if there is a gradient, backward."""
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model
     packing = Packing(inner, padding_free=True, share_prompts=step.shares)
     shares = step.shares and packing.padded_reason is None and randomness_of(model) is None
     layout = _layout(step, model, fake, shares)
-    before, host, highest, activations, offloaded = records.held, records.host, records.held, 0, 0
+    held_before = records.held
+    host_before = records.host
+    activations = 0
+    offloaded = 0
+    backbone_peak = held_before
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Tensor:
         """Replace the model's own forward inside its wrappers, as in training."""
-        nonlocal highest, activations, offloaded
+        nonlocal activations, offloaded, backbone_peak
         hidden_NH = _hidden_states(step, packing, inner, layout)
-        activations, offloaded = records.held - before, records.host - host
-        highest = max(highest, records.peak)
+        activations = records.held - held_before
+        offloaded = records.host - host_before
+        backbone_peak = records.peak
         records.mark()
         return _log_probs(step, inner, hidden_NH).clone()  # FSDP2 warns of a view
 
@@ -221,11 +249,16 @@ def _micro_batch(step: Step, model: Any, fake: FakeTensorMode, records: Allocati
         with autocast:
             records.mark()
             log_probs_N = model(input_ids=layout.input_ids)
-            head, highest = records.peak - before - activations, max(highest, records.peak)
+            head_peak = records.peak
         records.mark()
         if log_probs_N.requires_grad:
             log_probs_N.sum().backward()
-    return activations, offloaded, head, max(highest, records.peak)
+    return _MicroBatchMemory(
+        activations=activations,
+        offloaded=offloaded,
+        head=head_peak - held_before - activations,
+        peak=max(held_before, backbone_peak, head_peak, records.peak),
+    )
 
 
 def _on_host(model: Any, records: AllocationRecords) -> saved_tensors_hooks:
@@ -255,7 +288,9 @@ def _layout(step: Step, model: Any, fake: FakeTensorMode, shares: bool) -> Layou
         scored_BS[i, max(row.prompt - 1, 0) : length] = True
     with unset_fake_temporarily():
         layout = Layout(
-            *(ids_BS, lengths_B, np.zeros(len(rows), np.int64)),
+            ids_BS,
+            lengths_B,
+            np.zeros(len(rows), np.int64),
             scored_BS=scored_BS,
             share=shares,
             rebase=can_rebase(model),
@@ -282,14 +317,23 @@ def _log_probs(step: Step, inner: Any, hidden_NH: Tensor) -> Tensor:
     if isinstance(head, OpaqueHead) or head.module is not None:
         raise NotImplementedError("An adapter on `lm_head` cannot be estimated. Leave `lm_head` out of the adapter.")
     N = len(hidden_NH)
-    whole, counts = step.head == "dense", (N,) * step.devices
-    rows = weight_layout_of(head, hidden_NH, outputs=step.outputs, whole=whole, entropy_grad=False, counts=counts)
+    rows = weight_layout_of(
+        head,
+        hidden_NH,
+        outputs=step.outputs,
+        whole=step.head == "dense",
+        entropy_grad=False,
+        counts=(N,) * step.devices,
+    )
     vocabulary = (rows.shard and rows.shard.vocabulary) or len(rows.weight)
     weights = vocabulary * hidden_NH.shape[1]
     chunk = rows_per_tile(N, step.device, step.chunk_size, weights)
     with rows.readable():
         scored = run_head(
-            *(step.head, hidden_NH, rows.weight, torch.zeros(N, dtype=torch.long)),
+            step.head,
+            hidden_NH,
+            rows.weight,
+            torch.zeros(N, dtype=torch.long),
             bias=rows.bias,
             transform=logit_transform(inner.config, 1.0),
             outputs=step.outputs,
@@ -317,36 +361,3 @@ def _move_from_meta(model: torch.nn.Module) -> None:
                     trains = isinstance(tensor, torch.nn.Parameter)
                     moved[id(tensor)] = torch.nn.Parameter(empty, tensor.requires_grad) if trains else empty
                 tensors[name] = moved[id(tensor)]  # type: ignore[assignment]
-
-
-class ModelFacts(NamedTuple):
-    """What a plan of micro-batches needs to know about the model."""
-
-    packs: bool  # batches run without padding
-    shares: bool  # rows of a pass share their prompt in training
-    by_micro_batch: str | None  # why the gradient depends on which rows share a micro-batch
-    weight_bytes: int
-    trained_bytes: int
-
-
-def facts_of(make: Callable[[], Any], router_aux_loss_coef: float | None) -> ModelFacts:
-    """Return the facts of the model that `make` makes on the device "meta". `router_aux_loss_coef`: the config's."""
-    with torch.device("meta"):
-        model = make()
-    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
-    packs = Packing(inner, padding_free=True, share_prompts=True).padded_reason is None
-    reason = None
-    if positions_by_length(inner):
-        reason = "the model's rotary embeddings depend on the longest row of each micro-batch"
-    config = inner.config.get_text_config()
-    coefficient = getattr(config, "router_aux_loss_coef", 0.0) if router_aux_loss_coef is None else router_aux_loss_coef
-    if hasattr(config, "output_router_logits") and coefficient != 0.0:
-        reason = "the router loss is computed for each micro-batch"
-    sizes = [(x.nbytes, x.requires_grad) for x in model.parameters()]
-    return ModelFacts(
-        packs=packs,
-        shares=packs and randomness_of(model) is None,
-        by_micro_batch=reason,
-        weight_bytes=sum(size for size, _ in sizes),
-        trained_bytes=sum(size for size, trains in sizes if trains),
-    )

@@ -69,16 +69,17 @@ class Zero:
     def __init__(self, optimizer: torch.optim.Optimizer, *, stage: int, devices: int, bucket_size: int) -> None:
         self._groups = [group for group in optimizer.param_groups if group["params"]]
         self._trained: list[Tensor] = [x for group in self._groups for x in group["params"]]
-        self._stage, self._bucket_size = stage, bucket_size
+        self._stage = stage
+        self._bucket_size = bucket_size
         self._bucket: Tensor | None = None
         self._filled = 0  # elements of the bucket
-        self._own: Tensor | None = None  # gradients of the weights that are in this rank's partition
-        self._earlier: Tensor | None = None  # the same, of earlier micro-batches
-        self._own_size = 0
+        self._partition: Tensor | None = None  # gradients of the weights that are in this rank's partition
+        self._earlier_partition: Tensor | None = None  # the same, of earlier micro-batches
+        self._partition_size = 0  # its elements
         for group in self._groups:
             sizes = [x.numel() for x in group["params"]]
             partition = -(-sum(sizes) // devices)
-            self._own_size += _most_in_a_partition(sizes, partition)
+            self._partition_size += _most_in_a_partition(sizes, partition)
             group["params"] = [torch.nn.Parameter(torch.empty(partition, dtype=torch.float32))]
         for parameter in self._trained:
             hook: Any = self._make_bucket if stage == 1 else self._into_bucket
@@ -87,7 +88,7 @@ class Zero:
     @property
     def gradients(self) -> int:
         """Bytes of the gradients that a rank keeps."""
-        return sum(x.nbytes for x in self._trained) if self._stage == 1 else self._own_size * self._dtype.itemsize
+        return sum(x.nbytes for x in self._trained) if self._stage == 1 else self._partition_size * self._dtype.itemsize
 
     @property
     def bucket(self) -> int:
@@ -101,7 +102,7 @@ class Zero:
     def accumulated(self) -> None:
         """Make what earlier micro-batches leave: gradients, and in ZeRO-1 the bucket, which only the last one frees."""
         if self._stage == 2:
-            self._earlier = torch.empty(self._own_size, dtype=self._dtype)
+            self._earlier_partition = torch.empty(self._partition_size, dtype=self._dtype)
         else:
             self._bucket = torch.empty(self._bucket_size, dtype=self._dtype)
             for parameter in self._trained:
@@ -123,8 +124,8 @@ class Zero:
     def _reduce(self) -> None:
         torch.empty(self._filled, dtype=self._dtype)  # freed at once
         self._filled = 0
-        if self._own is None:
-            self._own = torch.empty(self._own_size, dtype=self._dtype)
+        if self._partition is None:
+            self._partition = torch.empty(self._partition_size, dtype=self._dtype)
         for parameter in self._trained:
             if parameter.numel() > self._bucket_size:
                 parameter.grad = None
@@ -135,17 +136,17 @@ class Zero:
             if parameter.grad is not None:
                 self._into_bucket(parameter)
         self._reduce()
-        self._bucket = self._earlier = None
+        self._bucket = self._earlier_partition = None
         for group in self._groups:
             for parameter in group["params"]:
                 parameter.grad = torch.empty_like(parameter)
         if len(self._groups) == 1:
-            self._own = None  # otherwise the groups whose turn comes later keep it
+            self._partition = None  # otherwise the groups whose turn comes later keep it
 
 
 def _most_in_a_partition(sizes: list[int], partition: int) -> int:
     """Return the most elements of tensors that are at least partly in one of the equal partitions of their sequence."""
     ends = list(accumulate(sizes))
-    within = [(end - size, end, size) for end, size in zip(ends, sizes, strict=True)]
-    firsts = range(0, ends[-1], partition)
-    return max(sum(size for start, end, size in within if start < x + partition and x < end) for x in firsts)
+    spans = [(end - size, end) for end, size in zip(ends, sizes, strict=True)]
+    starts = range(0, ends[-1], partition)
+    return max(sum(end - start for start, end in spans if start < x + partition and x < end) for x in starts)

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from trl_ext.fit.speed import CPU, GPUS, Model, StepWork, seconds
 from trl_ext.planning.cost import CostModel
-from trl_ext.planning.speed import CPU, GPUS, Model, StepWork, seconds
 
 MODELS = [Model(CostModel(2e9, 1e5, 3e8), 36, 4 * 10**9, trained) for trained in (4 * 10**9, 10**7)]
 WORK = StepWork(4, 10_000, 1e7, 5_000, checkpointing=False, engine="one_process", devices=1)

@@ -7,7 +7,7 @@ each layer; several devices add what they exchange. Nothing here was fitted to a
 import re
 from dataclasses import dataclass
 
-from .cost import CostModel
+from ..planning.cost import CostModel
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,8 @@ class AllocationRecords(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.held = self.peak = 0  # bytes of live storages: now, and the most since the last `mark()`
+        self.held = 0  # bytes of live storages
+        self.peak = 0  # the most of them since the last `mark()`
         self.host = 0  # bytes of live storages in host memory, which `held` leaves out
         self._known: dict[int, int] = {}  # bytes of each storage
         self._of_host: set[int] = set()
@@ -34,7 +35,8 @@ class AllocationRecords(TorchDispatchMode):
     def count(self, tensor: Tensor) -> None:
         """Count the storage of `tensor` if it is new. Of a sharded tensor, count this rank's part."""
         storage = here(tensor).untyped_storage()
-        name, size = storage._cdata, storage.nbytes()
+        name = storage._cdata
+        size = storage.nbytes()
         if name in self._known or size == 0:
             return
         self._known[name] = 0
@@ -49,7 +51,8 @@ class AllocationRecords(TorchDispatchMode):
     @contextmanager
     def on_host(self) -> Iterator[None]:
         """Count what is made in the `with` block as host memory."""
-        before, self._makes_on_host = self._makes_on_host, True
+        before = self._makes_on_host
+        self._makes_on_host = True
         try:
             yield
         finally:

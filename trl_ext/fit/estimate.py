@@ -1,0 +1,118 @@
+"""The training step of a run, whose memory `step.py` counts, and the longest rows that fit."""
+
+import warnings
+from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
+from typing import Any, cast
+
+import torch
+from transformers import Trainer
+
+from ..losses.loss_types import kto_loss_type
+from .coverage import check_covered
+from .policy import policy_of
+from .run import ArgumentError, Run
+from .search import counted_near
+from .step import Engine, Step, memory_of_step
+
+# Of a micro-batch. An operator runs for each row and layer, in minutes for these rows in a large model
+MOST_ROWS = 1024
+_MOST_TOKENS = 2**26
+_LENGTH_STEP = 64  # tokens between the lengths of rows that are tried
+# What the head computes of each token besides log-probs and entropy
+_HEAD_OUTPUTS = {"sft": ("is_top1",), "dpo": ("mean_logits", "is_top1"), "kto": ("mean_logits",)}
+
+
+def step_of(run: Run) -> Step:
+    """Return the training step of a run, on one device, with the longest rows.
+
+    Raises:
+        `ArgumentError`: an estimate does not cover an argument.
+    """
+    training = run.training
+    check_covered(run)
+    policy = policy_of(run)
+    longest = min(run.longest_row, policy.longest_row)
+    if longest < 2:
+        name = "max_completion_length" if run.samples else "max_length"
+        raise ArgumentError(f"`--{name}` leaves rows of {longest} tokens. Set it so that they have 2 or more.")
+    if not 0 <= run.prompt_length < longest:
+        raise ArgumentError(f"`--prompt_length` must be from 0 to {longest - 1}, got {run.prompt_length}.")
+    rows = training.per_device_train_batch_size * (2 if run.method == "dpo" else 1)
+    _check_size(rows, longest, training.per_device_train_batch_size)
+    tokens = longest - 1  # the model predicts nothing from a row's last token
+    has_reference = _has_reference(run)
+    reference_batches = 0
+    if has_reference:
+        # KTO's KL term scores the rows again, with completions of other rows
+        reference_batches = 2 if run.method == "kto" and kto_loss_type(training.loss_type).has_kl_term else 1
+    return Step(
+        model=policy.make,
+        rows=rows,
+        tokens=tokens,
+        scored=tokens - max(run.prompt_length - 1, 0),
+        outputs=("log_probs", "entropy", *_HEAD_OUTPUTS.get(run.method, ())),
+        head=training.head,
+        chunk_size=training.head_chunk_size,
+        device=torch.device(run.device),
+        engine=cast(Engine, run.engine),
+        devices=run.devices,
+        autocast=torch.bfloat16 if training.bf16 else torch.float16 if training.fp16 else None,
+        accumulates=training.gradient_accumulation_steps > 1,
+        optimizer=partial(_optimizer, training),
+        reference=policy.make_reference if has_reference and not policy.has_adapter else None,
+        shares=training.share_prompts is not False,
+        offloads=bool(getattr(training, "activation_offloading", False)),
+        hosts_reference=getattr(training, "reference_device", None) is not None,
+        reference_batches=reference_batches,
+    )
+
+
+def longest_rows(step: Step, most_tokens: int, limit: int) -> tuple[int, int]:
+    """Return the tokens of the longest rows with which `step` fits into `limit` bytes, and the most that are counted.
+
+    They have at most `most_tokens`. The first is 0 if no row of 64 tokens fits.
+    """
+    prompt = step.tokens - step.scored
+
+    def bytes_of(number: int) -> int:
+        tokens = (number + 1) * _LENGTH_STEP - 1
+        return memory_of_step(replace(step, tokens=tokens, scored=max(1, tokens - prompt))).peak
+
+    most = min(most_tokens, _MOST_TOKENS // step.rows)
+    count = most // _LENGTH_STEP
+    first = min(step.tokens + 1, most) // _LENGTH_STEP - 1
+    peaks = counted_near(limit, bytes_of, count, first)
+    longest = max((number + 1 for number, peak in peaks.items() if peak <= limit), default=0)
+    return longest * _LENGTH_STEP, most
+
+
+def _check_size(rows: int, longest: int, batch_size: int) -> None:
+    """Raise `ArgumentError` for a micro-batch that is too large to count: each row takes time, each token memory."""
+    what = f"`--per_device_train_batch_size {batch_size}` makes micro-batches of"
+    remedy = "Lower it, and raise `--gradient_accumulation_steps`."
+    if rows > MOST_ROWS:
+        raise ArgumentError(f"{what} {rows:,} rows, but `estimate` counts at most {MOST_ROWS:,}. {remedy}")
+    tokens = rows * longest
+    if tokens > _MOST_TOKENS:
+        raise ArgumentError(f"{what} {tokens:,} tokens, but `estimate` counts at most {_MOST_TOKENS:,}. {remedy}")
+
+
+def _has_reference(run: Run) -> bool:
+    """Return whether a reference scores rows in a step."""
+    if run.method == "sft":
+        return False
+    if run.samples:
+        return bool(run.training.beta != 0)
+    return not run.training.precompute_ref_log_probs
+
+
+def _optimizer(training: Any, model: Any) -> torch.optim.Optimizer:
+    """Return the optimizer that the trainer makes for `model`."""
+    trainer: Any = SimpleNamespace(args=training, model=model, optimizer=None, optimizer_cls_and_kwargs=None)
+    trainer.get_decay_parameter_names = partial(Trainer.get_decay_parameter_names, trainer)
+    trainer.get_optimizer_cls_and_kwargs = Trainer.get_optimizer_cls_and_kwargs
+    with warnings.catch_warnings():  # of a log line with the number of weights that have states of 32 bits
+        warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
+        return Trainer.create_optimizer(trainer)

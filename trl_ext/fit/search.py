@@ -1,0 +1,158 @@
+"""The search for what fits into memory, with few counts of it, and the order of what was found.
+
+Pure functions. Each count takes seconds.
+"""
+
+import bisect
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from .options import Option, Setting
+
+
+@dataclass(frozen=True)
+class Counted:
+    """An option, and its predicted peak in bytes."""
+
+    option: Option
+    peak: int
+
+
+@dataclass(frozen=True)
+class Found:
+    """All options whose memory was counted."""
+
+    fits: list[Counted]
+    misses: list[Counted]
+
+
+@dataclass(frozen=True)
+class Ranked:
+    """An option that fits, and its predicted time over that of the fastest."""
+
+    counted: Counted
+    time: float
+
+
+def counted_near(
+    bound: int,
+    bytes_of: Callable[[int], int],
+    count: int,
+    first: int,
+    size_of: Callable[[int], float] = float,
+) -> dict[int, int]:
+    """Return the bytes of the candidates that a search counted for the last one that fits into `bound`.
+
+    There are `count` candidates. Bytes grow with the number of a candidate, nearly linearly in its size. The search
+    begins at number `first`. It goes up in steps that double, or to number 0, until it has one that fits and one that
+    does not; then it follows the line between the two, and bisects if that misleads.
+    """
+    peaks: dict[int, int] = {}
+    fits, exceeds = -1, count
+    number = max(0, first)
+    while exceeds - fits > 1:
+        peaks[number] = bytes_of(number)
+        if peaks[number] <= bound:
+            fits = number
+        else:
+            exceeds = number
+        if exceeds not in peaks:
+            number = 2 * number + 1
+        elif fits not in peaks:
+            number = 0
+        elif len(peaks) % 3 == 0:
+            number = (fits + exceeds) // 2
+        else:
+            low, high = size_of(fits), size_of(exceeds)
+            size = low + (high - low) * (bound - peaks[fits]) / max(1, peaks[exceeds] - peaks[fits])
+            number = bisect.bisect_right(range(count), size, key=size_of) - 1
+        number = min(max(number, fits + 1), exceeds - 1)
+    return peaks
+
+
+def search(
+    ladders: Iterable[list[Option]],
+    peak_of: Callable[[Option], int],
+    size_of: Callable[[Option], int],
+    bound: int,
+    least: int = 3,
+) -> Found:
+    """Return the options that fit into `bound` bytes, and those that do not, of all whose memory was counted.
+
+    Memory and size, in tokens of a pass, grow along a ladder. Of each ladder, the largest option that fits is among
+    those counted, and the next one, too. If fewer than `least` fit, smaller ones are counted. If all of a ladder fits,
+    those that only slow it down are left out.
+    """
+    counted: list[Counted] = []
+    smaller: list[Option] = []
+    whole: list[Setting] = []
+    for ladder in ladders:
+        if any(ladder[0].setting.only_slows(setting) for setting in whole):
+            continue
+        options_counted = _counted(ladder, peak_of, size_of, bound)
+        if options_counted[-1].peak <= bound:
+            whole.append(ladder[0].setting)
+        counted += options_counted
+        smallest = next((x.option for x in options_counted if x.peak <= bound), ladder[0])
+        smaller += reversed(ladder[: ladder.index(smallest)])
+    lacking = max(0, least - sum(x.peak <= bound for x in counted))
+    counted += [Counted(option, peak_of(option)) for option in smaller[:lacking]]
+    return Found(
+        fits=[x for x in counted if x.peak <= bound],
+        misses=[x for x in counted if x.peak > bound],
+    )
+
+
+def _counted(
+    ladder: list[Option], peak_of: Callable[[Option], int], size_of: Callable[[Option], int], bound: int
+) -> list[Counted]:
+    """Return the options of a ladder that a search counted, from the largest micro-batch on; the smallest is first."""
+
+    def peak(number: int) -> int:
+        return peak_of(ladder[number])
+
+    def size(number: int) -> int:
+        return size_of(ladder[number])
+
+    peaks = counted_near(bound, peak, len(ladder), len(ladder) - 1, size)
+    return [Counted(ladder[number], peaks[number]) for number in sorted(peaks)]
+
+
+def ranked(fits: list[Counted], seconds_of: Callable[[Option], float], given: Option) -> list[Ranked]:
+    """Return the options with their times, the best first.
+
+    Of options within 1 % of each other, the one nearest to the arguments `given` comes first, then the smallest.
+    """
+    times = [seconds_of(x.option) for x in fits]
+    least = min(times, default=1.0)
+
+    def key(best: Ranked) -> tuple[Any, ...]:
+        option = best.counted.option
+        changes = option.setting.changes(given.setting)
+        changes += sum(vars(option)[name] != value for name, value in vars(given).items() if name != "setting")
+        return round(best.time, 2), changes, best.counted.peak
+
+    return sorted([Ranked(x, time / least) for x, time in zip(fits, times, strict=True)], key=key)
+
+
+def varied(best: list[Ranked], count: int) -> list[Ranked]:
+    """Return `count` options: those that save memory over all faster ones, of different settings first; then others."""
+    settings: set[Setting] = set()
+    order: list[tuple[bool, bool, int]] = []
+    for i, option in enumerate(best):
+        setting = option.counted.option.setting
+        is_smaller = all(_saves_memory(option.counted, faster.counted) for faster in best[:i])
+        order.append((not is_smaller, setting in settings, i))
+        if is_smaller:
+            settings.add(setting)
+    return [best[i] for i in sorted(i for *_, i in sorted(order)[:count])]
+
+
+def _saves_memory(slower: Counted, faster: Counted) -> bool:
+    # A faster one may need as little memory by keeping more on the host
+    return (
+        slower.peak < faster.peak
+        or faster.option.setting.offloads > slower.option.setting.offloads
+        or faster.option.setting.hosts > slower.option.setting.hosts
+    )
