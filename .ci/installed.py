@@ -31,7 +31,7 @@ def installed() -> None:
     assert "site-packages" in place.parts, f"imported from {place}, which is not what was installed"
     assert version("trl_ext") == trl_ext.__version__
     files = {str(file) for file in distribution("trl_ext").files or ()}
-    assert "trl_ext/py.typed" in files
+    assert {"trl_ext/py.typed", "trl_ext/compat/names.json"} <= files
     assert not [file for file in files if file.startswith(("tests/", "docs/", "benchmarks/", "examples/"))]
 
 

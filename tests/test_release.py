@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 import yaml
+from packaging.requirements import Requirement
+from packaging.version import Version
 
 import trl_ext
 
@@ -42,13 +44,25 @@ def test_the_version_ranges_are_the_same_everywhere():
         assert {str(x) for x in versions} == set(of_project.split(","))
 
 
+def test_a_dependency_may_be_newer_than_the_tested_one_but_not_of_the_next_major_version():
+    from trl_ext.compat import TESTED
+
+    optional = PROJECT["project"]["optional-dependencies"]["dev"]
+    requirements = {x.name: x.specifier for x in map(Requirement, [*PROJECT["project"]["dependencies"], *optional])}
+    for name, tested in TESTED.items():
+        (first_untested,) = [Version(x.version) for x in tested if x.operator == "<"]
+        assert str(first_untested) in requirements[name], f"{name}: users could not install {first_untested}"
+        assert str(first_untested.major + 1) not in requirements[name], f"{name} has no upper bound"
+
+
 def test_the_pages_name_the_ranges_that_can_be_installed():
     ranges = {**RANGES, "Python": PROJECT["project"]["requires-python"]}
     least = [
         f"{name} {ranges[name].split(',')[0].removeprefix('>=')}" for name in ("torch", "transformers", "trl", "Python")
     ]
     install = f"{', '.join(least)}, or newer"
-    assert RANGES["torch"].count(",") == 0  # TRL installs the newest, and an upper bound would take it away again
+    # TRL installs the newest torch, and a narrower upper bound would take it away again
+    assert RANGES["torch"].split(",")[1] == "<3"
     assert install in " ".join((ROOT / "README.md").read_text().split()), f"README.md does not say: {install}"
 
 
@@ -127,7 +141,8 @@ def test_wheel_and_sdist_hold_the_package_and_nothing_else(tmp_path: Path):
         f"trl_ext-{trl_ext.__version__}-py3-none-any.whl",
         f"trl_ext-{trl_ext.__version__}.tar.gz",
     }
-    package = {str(path.relative_to(ROOT)) for path in (ROOT / "trl_ext").rglob("*.py")} | {"trl_ext/py.typed"}
+    package = {str(path.relative_to(ROOT)) for path in (ROOT / "trl_ext").rglob("*.py")}
+    package |= {"trl_ext/py.typed", "trl_ext/compat/names.json"}
     with zipfile.ZipFile(wheel) as file:
         of_wheel = set(file.namelist())
     assert {name for name in of_wheel if ".dist-info/" not in name} == package

@@ -8,7 +8,6 @@ import ast
 import functools
 import inspect
 import logging
-import math
 import os
 import textwrap
 from dataclasses import dataclass, field, fields
@@ -20,7 +19,8 @@ from typing import Any, Self
 import datasets
 import trl
 
-from .compat.arguments import check_dictionaries, check_numbers, refuse_unknown
+from .checks.names import refuse_unknown
+from .checks.values import Rule, check_declared, check_dictionaries, check_numbers, check_rules
 from .compat.sampled import sequence_parallelism_hidden
 from .heads.kernels.work import KERNELS
 from .heads.linear_log_probs import HEADS
@@ -29,6 +29,11 @@ from .losses.preference import CONVENTIONS, PREFERENCE_LOSSES, READ_REWARDS
 from .planning.non_finite import ON_NON_FINITE_LOSS
 
 logger = logging.getLogger("trl_ext")
+
+_REWARD_RULES = (
+    Rule("reward_scale", above=0, hint="It multiplies the rewards."),
+    Rule("sft_label_smoothing", least=0, below=1, hint=""),
+)
 
 
 def with_help(cls: Any) -> Any:
@@ -86,7 +91,7 @@ class AddedFields:
     at any time."""
 
     def __post_init__(self) -> None:
-        _check_values(self, AddedFields)
+        check_declared(self, AddedFields)
         check_numbers(self)
         check_dictionaries(self)
         if getattr(self, "bf16", None) and getattr(self, "fp16", None):
@@ -131,7 +136,7 @@ class AddedReferenceFields(AddedFields):
     fresh adapter, and a copy of the adapter before training for a `PeftModel`."""
 
     def __post_init__(self) -> None:
-        _check_values(self, AddedReferenceFields)
+        check_declared(self, AddedReferenceFields)
         if self.policy_adapter_name is not None and self.policy_adapter_name == self.ref_adapter_name:
             raise ValueError(
                 f"`policy_adapter_name` and `ref_adapter_name` are both {self.ref_adapter_name!r}: the reference "
@@ -155,7 +160,7 @@ class AddedStoreFields(AddedReferenceFields):
     (`HF_DATASETS_CACHE`)."""
 
     def __post_init__(self) -> None:
-        _check_values(self, AddedStoreFields)
+        check_declared(self, AddedStoreFields)
         if self.reference_store_dir is not None and self.reference_store != "disk":
             raise ValueError(
                 f'`reference_store_dir={self.reference_store_dir!r}` needs `reference_store="disk"`, got '
@@ -197,7 +202,7 @@ class AddedStepFields(AddedReferenceFields):
     for each micro-batch."""
 
     def __post_init__(self) -> None:
-        _check_values(self, AddedStepFields)
+        check_declared(self, AddedStepFields)
         super().__post_init__()
 
 
@@ -218,7 +223,7 @@ class AddedGroupFields(AddedReferenceFields):
     `max_tokens_per_micro_batch` (GRPO) accept one without rows. `False`: TRL's order."""
 
     def __post_init__(self) -> None:
-        _check_values(self, AddedGroupFields)
+        check_declared(self, AddedGroupFields)
         super().__post_init__()
 
 
@@ -243,11 +248,8 @@ class AddedDPOFields(AddedStepFields, AddedStoreFields):
     `1 - a` more for the target. `"megatron"`: `1 - a` for the target and `a / (K - 1)` for every other token."""
 
     def __post_init__(self) -> None:
-        _check_values(self, AddedDPOFields)
-        if self.reward_scale <= 0:
-            raise ValueError(f"`reward_scale` must be above 0, got {self.reward_scale!r}. It multiplies the rewards.")
-        if not 0 <= self.sft_label_smoothing < 1:
-            raise ValueError(f"`sft_label_smoothing` must be in [0, 1), got {self.sft_label_smoothing!r}.")
+        check_declared(self, AddedDPOFields)
+        check_rules(self, _REWARD_RULES)
         super().__post_init__()
         if isinstance(self, trl.DPOConfig):
             check_loss_types(self)
@@ -293,7 +295,7 @@ class AddedGRPOFields(AddedGroupFields, AddedStepFields):
     passes. Without `dtype`, vLLM loads an fp32 checkpoint in half precision."""
 
     def __post_init__(self) -> None:
-        _check_values(self, AddedGRPOFields)
+        check_declared(self, AddedGRPOFields)
         super().__post_init__()
 
 
@@ -385,29 +387,6 @@ ADDED_FIELDS: dict[Any, type[AddedFields]] = {
 }
 for _config, _added in ADDED_FIELDS.items():
     _config.__doc__ = f"{_config.__doc__}\n{_arguments_of(_added)}"
-
-
-def _check_values(config: Any, cls: Any) -> None:
-    """Raise `ValueError` if a field that `cls` itself declares has a value of a wrong type or not in its choices."""
-    stated = {x.name: x for x in fields(cls)}
-    for name, kind in inspect.get_annotations(cls).items():
-        value, choices = getattr(config, name), stated[name].metadata.get("choices")
-        none = "None or " if stated[name].default is None else ""
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if value is None and none:
-            continue
-        if choices:
-            is_right, wanted = value in choices, f"{none}one of {choices}"
-        elif kind in (bool, bool | None):
-            is_right, wanted = isinstance(value, bool), f"{'None, ' if none else ''}True or False"
-        elif kind in (int, int | None):
-            is_right, wanted = isinstance(value, int) and is_number and value >= 1, f"{none}an integer of at least 1"
-        elif kind is float:
-            is_right, wanted = is_number and math.isfinite(value), "a finite number"
-        else:
-            continue
-        if not is_right:
-            raise ValueError(f"`{name}` must be {wanted}, got {value!r}.")
 
 
 def check_loss_types(config: Any) -> None:

@@ -15,11 +15,11 @@ from tqdm.auto import tqdm
 from command_lines import LONG, fill, words_of
 from stock_command import stock_says
 from tiny import Workshop
+from trl_ext.checks.names import OTHER_NAMES, OTHER_NAMES_OF
 from trl_ext.cli.__main__ import main
 from trl_ext.cli.arguments import OneLineParser, dataclasses_of
 from trl_ext.cli.commands import COMMANDS
 from trl_ext.cli.line import METHODS
-from trl_ext.compat.arguments import OTHER_NAMES, OTHER_NAMES_OF
 
 ROOT = Path(__file__).parents[2]
 # What `datasets` and transformers print while they read files and rows

@@ -1,4 +1,4 @@
-"""All internals of TRL that trl_ext uses are listed; a later release works if it has them all, else it is refused."""
+"""All internals of libraries that trl_ext uses are listed. A later release works if it has them, else is refused."""
 
 import importlib
 import os
@@ -11,29 +11,41 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from packaging.specifiers import SpecifierSet
 
 import trl_ext
-from compat_names import used
+from compat_names import LIBRARIES, unlisted_private_names, used
 from later_trl import Change, environment_of, make_later_trl, run_python
-from trl_ext.compat import TESTED
-from trl_ext.compat.moved import check_untested, moved
-from trl_ext.compat.names import NAMES
+from trl_ext.compat import TESTED, check_deepspeed
+from trl_ext.compat.moved import NAMES, check_untested, moved
 
 LATER = {"trl": "1.17.0", "transformers": version("transformers")}
 ROOT = Path(__file__).parents[2]
 
 
 def test_every_internal_that_is_used_is_listed():
-    found, nowhere = used()
+    names, nowhere = used()
     assert nowhere == []
-    assert sum(map(len, found.values())) > 150
+    assert sum(map(len, names.values())) > 150
     # If this fails: python tests/support/compat_names.py
-    assert {owner: set(names) for owner, names in found.items()} == {owner: set(x) for owner, x in NAMES.items()}
-    for owner, names in found.items():
-        for name, parameters in names.items():
+    assert {owner: set(of_owner) for owner, of_owner in names.items()} == {
+        owner: set(of_owner) for owner, of_owner in NAMES.items()
+    }
+    for owner, of_owner in names.items():
+        for name, parameters in of_owner.items():
             accepted = NAMES[owner][name]
-            assert parameters in accepted if parameters else accepted == (), f"{owner} {name}"
-    assert moved() == []
+            assert parameters in accepted if parameters else accepted == [], f"{owner} {name}"
+    assert moved(LIBRARIES) == []
+
+
+def test_every_private_name_is_ours_or_listed():
+    # If this fails: add the name to `INTERNALS` in tests/support/compat_names.py
+    assert unlisted_private_names() == []
+
+
+def test_a_method_of_transformers_trainer_is_listed_once():
+    owners = [owner for owner, names in NAMES.items() if "_save_optimizer_and_scheduler" in names]
+    assert owners == ["transformers.trainer:Trainer"]
 
 
 class UsesMore(trl_ext.GRPOTrainer):
@@ -45,8 +57,8 @@ class UsesMore(trl_ext.GRPOTrainer):
 
 
 def test_a_new_use_of_an_internal_is_noticed():
-    found, nowhere = used([UsesMore])
-    of_grpo = found["trl.trainer.grpo_trainer:GRPOTrainer"]
+    names, nowhere = used([UsesMore])
+    of_grpo = names["trl.trainer.grpo_trainer:GRPOTrainer"]
     new = {name: of_grpo[name] for name in of_grpo.keys() - NAMES["trl.trainer.grpo_trainer:GRPOTrainer"].keys()}
     assert new == {"_set_signature_columns_if_needed": "(self)", "epsilon_low": ""}
     assert nowhere == ["trl.trainer.grpo_trainer:GRPOTrainer has no `_tokenise`"]
@@ -58,13 +70,45 @@ def test_every_changed_name_is_listed(monkeypatch):
     monkeypatch.delattr("trl.trainer.utils.FusedCausalLMOutput")
     monkeypatch.setattr("trl.trainer.grpo_trainer.shuffle_sequence_dict", lambda seq_dict, seed=0: seq_dict)
     monkeypatch.setitem(sys.modules, "trl.cli.accelerate_config", None)
-    assert moved() == [
+    assert moved(LATER) == [
         "`trl.cli.accelerate_config` is gone, and with it `resolve_accelerate_config_argument`",
         "`trl.trainer.dpo_trainer` has no `create_model_from_path`",
         "`trl.trainer.dpo_trainer.DPOTrainer` has no `compute_ref_log_probs`",
         "`trl.trainer.grpo_trainer.shuffle_sequence_dict` takes `(seq_dict, seed=...)` instead of `(seq_dict)`",
         "`trl.trainer.utils` has no `FusedCausalLMOutput`",
     ]
+
+
+def test_changed_names_of_the_other_libraries_are_listed(monkeypatch):
+    monkeypatch.delattr("accelerate.Accelerator._prepare_cp")
+    monkeypatch.setattr("accelerate.state.GradientState._set_sync_gradients", lambda self: None)
+    monkeypatch.delattr("peft.utils.other.TrainableTokensWrapper")
+    # As if no source had a `self.name`
+    monkeypatch.setattr("trl_ext.compat.moved.words_of", lambda module: frozenset())
+    monkeypatch.delattr("torch.nn.modules.module._global_forward_hooks")
+    lines = moved(["accelerate", "peft", "torch"])
+    assert {
+        "`accelerate.accelerator` has no `._is_accelerate_prepared`",
+        "`accelerate.accelerator.Accelerator` has no `_models`",
+        "`accelerate.accelerator.Accelerator` has no `_prepare_cp`",
+        "`accelerate.state.GradientState._set_sync_gradients` takes `(self)` instead of `(self, sync_gradients)`",
+        "`peft.tuners.lora.layer.LoraLayer` has no `lora_variant`",
+        "`peft.utils.other` has no `TrainableTokensWrapper`",
+        "`torch.nn.modules.module` has no `_global_forward_hooks`",
+        '`torch.nn.parallel.distributed` has no `"_ddp_params_and_buffers_to_ignore"`',
+    } <= set(lines)
+
+
+def test_an_untested_deepspeed_is_checked_where_it_runs(tmp_path: Path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    check_deepspeed()  # of the tested version: without a warning
+    monkeypatch.setitem(TESTED, "deepspeed", SpecifierSet("<0.1"))
+    with pytest.warns(UserWarning, match=rf"is not tested with deepspeed {re.escape(version('deepspeed'))}; it is"):
+        check_deepspeed()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "empty"))
+    monkeypatch.delattr("deepspeed.runtime.sequence_parallel.parallel_state_sp._SEQUENCE_PARALLEL_GROUP")
+    with pytest.raises(ImportError, match=r"parallel_state_sp` has no `_SEQUENCE_PARALLEL_GROUP`$"):
+        check_deepspeed()
 
 
 def test_a_passed_check_is_recorded(tmp_path: Path, monkeypatch):
@@ -75,7 +119,7 @@ def test_a_passed_check_is_recorded(tmp_path: Path, monkeypatch):
     assert len(warned) == 1
     assert len(list((tmp_path / "trl_ext").iterdir())) == 1
     begun = time.process_time()
-    monkeypatch.setattr("trl_ext.compat.moved.moved", lambda: ["`trl.x` has no `y`"])
+    monkeypatch.setattr("trl_ext.compat.moved.moved", lambda found: ["`trl.x` has no `y`"])
     with pytest.warns(UserWarning, match="is not tested"):
         check_untested(LATER, TESTED)
     assert time.process_time() - begun < 0.05
@@ -103,6 +147,16 @@ def test_an_unwritable_cache_folder_is_no_error(tmp_path: Path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     with pytest.warns(UserWarning, match="is not tested"):
         check_untested(LATER, TESTED)
+
+
+def test_an_error_names_trl_and_transformers_and_what_is_untested(monkeypatch):
+    monkeypatch.setattr("trl_ext.compat.moved.moved", lambda found: ["`peft.x` has no `y`"])
+    found = {"trl": "1.16.0", "transformers": version("transformers"), "peft": "0.99.0"}
+    said = (
+        r"does not work with peft 0\.99\.0, because .*\. Install trl<\S+ and transformers<\S+ and peft<\S+, or a later"
+    )
+    with pytest.raises(ImportError, match=said):
+        check_untested(found, TESTED)
 
 
 def test_a_later_transformers_is_checked_too_and_only_the_first_rank_warns(tmp_path: Path, monkeypatch):

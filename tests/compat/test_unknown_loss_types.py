@@ -147,7 +147,7 @@ MISTAKES = """
 import trl_ext
 for name, loss_type in [("DPO", ["batch_centred"]), ("GRPO", "batch_pul"), ("KTO", "batch"), ("SFT", "batch_focl")]:
     method = name.lower()
-    check = getattr(__import__("trl_ext.trainers.checked_arguments", fromlist=["x"]), "check_arguments_of")
+    check = getattr(__import__("trl_ext.checks.arguments", fromlist=["x"]), "check_arguments_of")
     try:
         check(method, getattr(trl_ext, f"{name}Config")(output_dir="x", loss_type=loss_type, bf16=False, use_cpu=True))
     except ValueError as error:

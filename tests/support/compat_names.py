@@ -1,10 +1,11 @@
-"""Lists the internals of TRL and transformers that trl_ext uses, from its source.
+"""Lists the internals of other libraries that trl_ext uses, from its source.
 
-    python tests/support/compat_names.py   # writes trl_ext/compat/names.py
+    python tests/support/compat_names.py   # writes trl_ext/compat/names.json
 
-Listed are the names that trl_ext imports from TRL and transformers, replaces in a trainer's module (`REPLACED`), calls
-on `super()`, overrides, or reads from `self` where their classes have it; and the entries of a batch. The parameters of
-a function count if it is imported, private, replaced, called on `super()`, or overridden with parameters of its own.
+Of TRL and transformers, these are the names that trl_ext imports, replaces in a trainer's module (`REPLACED`), calls
+on `super()`, overrides, or reads from `self` or from a trainer; and the entries of a batch. Of the other libraries,
+what it imports from a private place, and `INTERNALS`. A name stands once, at the class that defines it. The parameters
+of a function count if it is imported, private, replaced, called on `super()`, or overridden with parameters of its own.
 To add those of another release, such as the oldest supported one, run the command with an interpreter that has it.
 """
 
@@ -12,38 +13,86 @@ import ast
 import contextlib
 import importlib
 import inspect
-import subprocess
+import json
 import sys
 import textwrap
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import transformers
 import trl
-from trl.generation.vllm_generation import VLLMGeneration
 
 import trl_ext
 from trl_ext.compat.choices import REPLACEABLE
-from trl_ext.compat.moved import parameters_of
-from trl_ext.compat.names import NAMES
+from trl_ext.compat.moved import NAMES, owner_at, parameters_of, words_of
 from trl_ext.compat.replaced import REPLACED
 from trl_ext.compat.sampled import PASS
 
 PACKAGE = Path(trl_ext.__file__).parent
-THEIRS = ("trl", "transformers")
-BOTH = (trl.DPOTrainer, trl.GRPOTrainer)
+WITH_CLASSES = ("trl", "transformers")  # our classes inherit from theirs
+LIBRARIES = (*WITH_CLASSES, "accelerate", "datasets", "deepspeed", "peft", "torch")
+TRAINERS = (trl.DPOTrainer, trl.GRPOTrainer)
 
 BATCH_ENTRIES: dict[type, tuple[str, ...]] = {
     trl.GRPOTrainer: ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "tool_mask", "pixel_values"),
     trl.DPOTrainer: ("input_ids", "completion_mask", "ref_chosen_logps", "ref_rejected_logps"),
 }
 
-# What `compat/sampled.py` reads and replaces of the objects that sample; it passes their parameters on
-SAMPLERS: dict[type, tuple[str, ...]] = {
-    transformers.GenerationMixin: ("_get_logits_processor",),
-    VLLMGeneration: ("generate", "llm", "logprobs", "vllm_client"),
+# Names of objects that are no trainers, which no search of the source can attribute to a class
+INTERNALS = {
+    "accelerate.accelerator": "._is_accelerate_prepared",
+    "accelerate.accelerator:Accelerator": "_models _prepare_cp _prepare_deepspeed deepspeed_ulysses_dl_adapter",
+    "accelerate.commands.launch": "launch_command_parser",
+    "accelerate.state:GradientState": "_set_sync_gradients",
+    "accelerate.utils.fsdp_utils": "fsdp2_prepare_model",
+    "datasets.arrow_dataset:Dataset": "_indices",
+    "datasets.iterable_dataset:IterableDataset": "_formatting",
+    "deepspeed.runtime.engine:DeepSpeedEngine": "optimizer zero_optimization_stage",
+    "deepspeed.runtime.sequence_parallel.parallel_state_sp": "_SEQUENCE_DATA_PARALLEL_GROUP _SEQUENCE_PARALLEL_GROUP",
+    "deepspeed.runtime.zero.partition_parameters": ".ds_process_group .ds_shape .ds_status .ds_tensor",
+    "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3": "model_parallel_group model_parallel_rank",
+    "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer": "model_parallel_group model_parallel_rank",
+    "peft.peft_model:PeftModel": "active_peft_config",
+    "peft.tuners.lora.config:LoraConfig": "alora_invocation_tokens",
+    "peft.tuners.lora.layer:LoraLayer": "lora_variant",
+    "peft.tuners.lora.variants": "ALoraLinearVariant",
+    "peft.utils.other": "AuxiliaryTrainingWrapper TrainableTokensWrapper",
+    "peft.utils.other:AuxiliaryTrainingWrapper": "_adapters",
+    "torch": "UntypedStorage",
+    "torch._dynamo.eval_frame:OptimizedModule": "_orig_mod",
+    "torch.nn.modules.dropout": "_DropoutNd",
+    "torch.nn.modules.module": "_global_forward_hooks _global_forward_pre_hooks",
+    "torch.nn.modules.module:Module": (
+        "_backward_hooks _buffers _forward_hooks _forward_pre_hooks _modules _parameters"
+    ),
+    "torch.nn.parallel.distributed": '"_ddp_params_and_buffers_to_ignore"',
+    "torch:Tensor": "_version",
+    "torch:UntypedStorage": "_cdata resize_",
+    "transformers.configuration_utils:PreTrainedConfig": (
+        "_attn_implementation _attn_implementation_internal _experts_implementation _name_or_path"
+    ),
+    "transformers.generation.utils:GenerationMixin": "_get_logits_processor",
+    "transformers.integrations.tensor_parallel": "ReplicatedWithGradAllReduce",
+    "transformers.modeling_layers:GradientCheckpointingLayer": "_gradient_checkpointing_func",
+    "transformers.modeling_utils:PreTrainedModel": (
+        '"_hf_peft_config_loaded" _is_stateful _supports_attention_backend _tp_size'
+    ),
+    "transformers.trainer:Trainer": "is_distributed_loading_by_transformers",
+    "trl.generation.vllm_generation:VLLMGeneration": "generate llm logprobs vllm_client",
+}
+
+# Private names of Python and of optional packages, and those that only other releases have
+NOT_LISTED = {
+    "argparse": "_actions _negative_number_matcher _option_string_actions",
+    "collections.namedtuple": "_asdict _fields _replace",
+    "sys": "_current_frames",
+    "torch.ops.aten": "_local_scalar_dense",
+    "tqdm": "_instances",
+    "transformers < 5.23": "_hf_tp_plan",
+    "vllm": "_registry",
 }
 
 Names = dict[str, dict[str, str]]
@@ -55,71 +104,119 @@ def used(classes: Iterable[type] = ()) -> tuple[Names, list[str]]:
     Args:
         classes (`Iterable[type]`): further classes to search, in addition to those of the package.
     """
-    found: Names = defaultdict(dict)
+    names: Names = defaultdict(dict)
     nowhere: list[str] = []
 
     def add(owner: Any, name: str, parameters_count: bool, is_needed: bool = True) -> None:
         parameters = parameters_of(owner, name)
         if parameters is not None:
-            found[place_of(owner)][name] = parameters if parameters_count else found[place_of(owner)].get(name, "")
+            of_owner = names[place_of(owner)]
+            of_owner[name] = parameters if parameters_count else of_owner.get(name, "")
         elif is_needed:
             nowhere.append(f"{place_of(owner)} has no `{name}`")
 
-    for path in sorted(PACKAGE.rglob("*.py")):
-        tree = ast.parse(path.read_text())
-        for owner, name in _imported(tree):
-            add(owner, name, True)
-        for owner, name in _trls(tree):
-            add(owner, name, True)
-        for name in _of_trainer(tree):
-            for owner in BOTH:
-                add(owner, name, name.startswith("_"), is_needed=False)  # it may be ours, or the other trainer's
-    for owner, names in REPLACED.items():
-        module = sys.modules[owner.__module__]
-        for name in names:
-            add(module, name, getattr(module, name, add).__module__.split(".")[0] in THEIRS)
+    def add_of_class(cls: Any, name: str, parameters_count: bool, is_needed: bool = True) -> None:
+        add(_definer(cls, name), name, parameters_count, is_needed)
+
+    for tree in map(_parsed, _files()):
+        for module, name in _imported(tree):
+            add(module, name, True)
+        for cls, name in _called_on_classes(tree):
+            add_of_class(cls, name, True)
+        for name in _read_from_trainer(tree):
+            for trainer in TRAINERS:
+                add_of_class(
+                    trainer, name, name.startswith("_"), is_needed=False
+                )  # it may be ours, or the other trainer's
+    for trainer, replaceable in REPLACED.items():
+        module = sys.modules[trainer.__module__]
+        for name in replaceable:
+            add(module, name, getattr(module, name, add).__module__.split(".")[0] in WITH_CLASSES)
     for cls in (*_classes(), *classes):
-        for owner, name, is_super, is_needed in _of_class(cls):
+        for name, is_super, is_needed in _of_class(cls):
             override = _override(cls, name)
-            counts = name.startswith("_") or is_super if override is None else not _hands_on(override)
-            add(owner, name, counts, is_needed)
+            counts = name.startswith("_") or is_super if override is None else not _takes_anything(override)
+            add_of_class(_their_class(cls), name, counts, is_needed)
     for name in sorted({name for methods in REPLACEABLE.values() for name in methods}):
-        add(trl.GRPOTrainer, name, name == PASS)
-    for sampler, names in SAMPLERS.items():
-        for name in names:
-            add(sampler, name, False)
+        add_of_class(trl.GRPOTrainer, name, name == PASS)
     for trainer, entries in BATCH_ENTRIES.items():
         for entry in entries:
             add(trainer, f'"{entry}"', False)
-    return {owner: dict(sorted(found[owner].items())) for owner in sorted(found)}, sorted(set(nowhere))
+    for place, internals in INTERNALS.items():
+        for name in internals.split():
+            add(owner_at(place), name, not place.startswith("trl."))
+    return {owner: dict(sorted(names[owner].items())) for owner in sorted(names)}, sorted(set(nowhere))
+
+
+def unlisted_private_names() -> list[str]:
+    """Return a line for each private name that trl_ext reads from an object, defines nowhere, and does not list."""
+    known = {name.strip('."') for of_owner in NAMES.values() for name in of_owner}
+    known |= {name for names in NOT_LISTED.values() for name in names.split()}
+    read: dict[str, str] = {}
+    for path in _files():
+        for node in ast.walk(_parsed(path)):
+            if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.alias):
+                known.add(node.name)
+            elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                known.add(node.id)
+            elif isinstance(node, ast.Attribute) and _is(node.value, "self") and isinstance(node.ctx, ast.Store):
+                known.add(node.attr)
+            elif isinstance(node, ast.Attribute):
+                read.setdefault(node.attr, path.name)
+            elif isinstance(node, ast.Call) and getattr(node.func, "id", "") in ("getattr", "hasattr", "setattr"):
+                name = node.args[1]
+                read.setdefault(str(name.value) if isinstance(name, ast.Constant) else "", path.name)
+    private = {name for name in read if name.startswith("_") and not name.endswith("__")}
+    return sorted(f"{read[name]}: `{name}`" for name in private - known)
 
 
 def place_of(owner: Any) -> str:
     return f"{owner.__module__}:{owner.__qualname__}" if inspect.isclass(owner) else owner.__name__
 
 
+def _definer(cls: type, name: str) -> type:
+    """Return the base that has a name, or else the lowest one whose source names it; `cls` if none does."""
+    bases = [x for x in cls.__mro__ if x.__module__.split(".")[0] in WITH_CLASSES and "._" not in x.__module__]
+    definers = [x for x in bases if name in vars(x)] or [x for x in reversed(bases) if name in words_of(x.__module__)]
+    return next(iter(definers), cls)
+
+
+def _files() -> list[Path]:
+    return sorted(PACKAGE.rglob("*.py"))
+
+
+@cache
+def _parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
 def _imported(tree: ast.Module) -> Iterator[tuple[Any, str]]:
+    """Return all that is imported from a module of TRL or transformers, and from private modules of the others."""
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and not node.level:
-            package, _, rest = (node.module or "").partition(".")
-            if package in THEIRS and rest:
+            library, *modules = (node.module or "").split(".")
+            names = [alias.name for alias in node.names]
+            if library in LIBRARIES and library not in WITH_CLASSES:
+                is_private = any(x.startswith("_") for x in modules)
+                names = [name for name in names if is_private or name.startswith("_")]
+            if library in LIBRARIES and modules and names:
                 module = importlib.import_module(str(node.module))
-                yield from ((module, alias.name) for alias in node.names)
+                yield from ((module, name) for name in names)
 
 
-def _trls(tree: ast.Module) -> Iterator[tuple[Any, str]]:
-    """Return methods that are called on one of their classes, such as `trl.DPOTrainer.compute_loss(trainer, ...)`."""
+def _called_on_classes(tree: ast.Module) -> Iterator[tuple[Any, str]]:
+    """Return methods that are called on a class, such as `trl.DPOTrainer.compute_loss(trainer, ...)`."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Attribute):
-            package = {"trl": trl, "transformers": transformers}.get(getattr(node.value.value, "id", ""))
-            owner = getattr(package, node.value.attr, None)
+            library = {"trl": trl, "transformers": transformers}.get(getattr(node.value.value, "id", ""))
+            owner = getattr(library, node.value.attr, None)
             if inspect.isclass(owner) and not node.attr.startswith("__"):
                 yield owner, node.attr
         elif isinstance(node, ast.Attribute) and ast.unparse(node.value) == "next_of(trainer)":
-            yield from ((owner, node.attr) for owner in BOTH if hasattr(owner, node.attr))
+            yield from ((owner, node.attr) for owner in TRAINERS if hasattr(owner, node.attr))
 
 
-def _of_trainer(tree: ast.Module) -> Iterator[str]:
+def _read_from_trainer(tree: ast.Module) -> Iterator[str]:
     """Return the attributes of a `trainer` that are read or set, except those that `hasattr` checks."""
     names = {x.attr for x in ast.walk(tree) if isinstance(x, ast.Attribute) and _is_trainer(x.value)}
     yield from sorted(names - _asked_for(tree))
@@ -132,28 +229,26 @@ def _asked_for(tree: ast.AST) -> set[str]:
 
 def _classes() -> Iterator[type]:
     """Return our classes that inherit from theirs."""
-    for path in sorted(PACKAGE.rglob("*.py")):
+    for path in _files():
         name = ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__")
         with contextlib.suppress(ImportError):  # Triton may not be installed
             for cls in vars(importlib.import_module(name)).values() if path.stem != "__main__" else ():
-                if inspect.isclass(cls) and cls.__module__ == name and _theirs(cls) is not None:
+                if inspect.isclass(cls) and cls.__module__ == name and _their_class(cls) is not None:
                     yield cls
 
 
-def _theirs(cls: type) -> type | None:
-    return next((x for x in cls.__mro__ if x.__module__.split(".")[0] in THEIRS), None)
+def _their_class(cls: type) -> type | None:
+    return next((x for x in cls.__mro__ if x.__module__.split(".")[0] in WITH_CLASSES), None)
 
 
 def _ours(cls: type) -> list[type]:
     return [x for x in cls.__mro__ if x is cls or x.__module__.split(".")[0] == "trl_ext"]
 
 
-def _of_class(cls: type) -> Iterator[tuple[type, str, bool, bool]]:
-    """Return owner, name, whether it is called on `super()`, and whether theirs must have it because ours do not."""
-    owner = _theirs(cls)
-    assert owner is not None
-    own = {name for x in _ours(cls) for name in (*vars(x), *inspect.get_annotations(x))}
-    of_self, of_super, optional = set(own), set(), set()
+def _of_class(cls: type) -> Iterator[tuple[str, bool, bool]]:
+    """Return name, whether it is called on `super()`, and whether theirs must have it because ours do not."""
+    our_names = {name for x in _ours(cls) for name in (*vars(x), *inspect.get_annotations(x))}
+    of_self, of_super, optional = set(our_names), set(), set()
     for tree in (ast.parse(textwrap.dedent(inspect.getsource(x))) for x in _ours(cls)):
         optional |= _asked_for(tree)
         for node in ast.walk(tree):
@@ -161,9 +256,9 @@ def _of_class(cls: type) -> Iterator[tuple[type, str, bool, bool]]:
                 of_super.add(node.attr)
             elif isinstance(node, ast.Attribute) and _is(node.value, "self"):
                 of_self.add(node.attr)
-                own |= {node.attr} if isinstance(node.ctx, ast.Store) else set()
+                our_names |= {node.attr} if isinstance(node.ctx, ast.Store) else set()
     names = {name for name in of_self - optional if not name.startswith("__")} | of_super
-    yield from ((owner, name, name in of_super, name not in own) for name in sorted(names))
+    yield from ((name, name in of_super, name not in our_names) for name in sorted(names))
 
 
 def _is_trainer(node: ast.AST) -> bool:
@@ -182,60 +277,29 @@ def _is_super(node: ast.AST) -> bool:
 
 def _override(cls: type, name: str) -> Any:
     """Return our function that replaces theirs."""
-    found = next((vars(x)[name] for x in _ours(cls) if name in vars(x)), None)
-    return found if inspect.isfunction(found) else None
+    override = next((vars(x)[name] for x in _ours(cls) if name in vars(x)), None)
+    return override if inspect.isfunction(override) else None
 
 
-def _hands_on(method: Any) -> bool:
+def _takes_anything(method: Any) -> bool:
     """Return whether a method takes any arguments, so that the parameters of theirs do not matter."""
     kinds = {x.kind for x in inspect.signature(method, follow_wrapped=False).parameters.values()}
     return {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD} <= kinds
 
 
-def _written(found: Names) -> str:
-    """Return the source of names.py. Earlier parameters of a name are kept."""
-    plain, functions = ["_NAMES = {"], ["_FUNCTIONS: dict[str, dict[str, tuple[str, ...]]] = {"]
-    for owner, names in found.items():
-        of_owner = " ".join(name for name, parameters in names.items() if not parameters)
-        if of_owner:
-            plain.append(f"{owner!r}: {_wrapped(of_owner, beside=owner)},")
-        accepted = {
-            name: dict.fromkeys((*NAMES.get(owner, {}).get(name, ()), parameters))
-            for name, parameters in names.items()
-            if parameters
+def with_earlier(names: Names) -> dict[str, dict[str, list[str]]]:
+    """Return the names with their parameters, those of earlier releases first."""
+    return {
+        owner: {
+            name: [*dict.fromkeys((*NAMES.get(owner, {}).get(name, ()), parameters))] if parameters else []
+            for name, parameters in of_owner.items()
         }
-        if accepted:
-            each = [
-                f"{name!r}: ({' '.join(f'{_wrapped(x)},' for x in of_name)})," for name, of_name in accepted.items()
-            ]
-            functions.append(f"{owner!r}: {{{' '.join(each)}}},")
-    return "\n".join(
-        [
-            '"""The internals of TRL and transformers that trl_ext uses, and the parameters that each function takes.',
-            "",
-            "Written by `python tests/support/compat_names.py`.",
-            '"""',
-            "",
-            "# The names of a class include the attributes of `self`, and the quoted words in its source",
-            *(*plain, "}", "# Functions, with the parameters of every supported release", *functions, "}"),
-            "NAMES: dict[str, dict[str, tuple[str, ...]]] = {",
-            "owner: dict.fromkeys(_NAMES.get(owner, '').split(), ()) | _FUNCTIONS.get(owner, {})",
-            "for owner in sorted({*_NAMES, *_FUNCTIONS})",
-            "}",
-            "",
-        ]
-    )
-
-
-def _wrapped(parameters: str, beside: str = "") -> str:
-    fits = len(f"    {beside!r}: {parameters!r},") <= 120
-    lines = textwrap.wrap(parameters, 95 if fits else min(95, len(parameters) - 1), drop_whitespace=False)
-    return repr(parameters) if len(lines) == 1 else f"({' '.join(map(repr, lines))})"
+        for owner, of_owner in names.items()
+    }
 
 
 if __name__ == "__main__":
     names, nowhere = used()
     assert not nowhere, nowhere
-    target = PACKAGE / "compat" / "names.py"
-    target.write_text(_written(names))
-    subprocess.run([sys.executable, "-m", "ruff", "format", str(target)], check=True)
+    target = PACKAGE / "compat" / "names.json"
+    target.write_text(json.dumps(with_earlier(names), indent=1) + "\n")

@@ -21,9 +21,9 @@ from trl.trainer.dpo_trainer import DataCollatorForPreference
 import trl_ext
 from short_training import PAIR, PAIRS, PROMPTS, Bench, of_answers, of_completions, reward, tokenizer, with_more_tokens
 from tiny import V_WORDS, Workshop, chat_tokenizer, preferences, prompts, scripted_rollout
-from trl_ext.compat.arguments import check_numbers
-from trl_ext.trainers.checked_data import _check_prompts, check_enough_prompts, checked_rows, pair_columns
-from trl_ext.trainers.sampled_rows import sampled_rows
+from trl_ext.checks.data import _check_prompts, check_enough_prompts, checked_rows, pair_columns
+from trl_ext.checks.sampled_rows import sampled_rows
+from trl_ext.checks.values import check_numbers
 
 SOURCED = PROMPTS.add_column("source", ["a"] * len(PROMPTS))
 

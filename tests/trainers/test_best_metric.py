@@ -15,8 +15,8 @@ import trl
 import trl_ext
 from short_training import LABELLED, PAIRS, PROMPTS, TEXTS, Bench, reward
 from tiny import Workshop
+from trl_ext.checks.best_metric import _metrics_of_trl
 from trl_ext.compat.choices import METRICS
-from trl_ext.trainers.best_metric import _metrics_of_trl
 
 DATA = {"sft": TEXTS, "dpo": PAIRS, "kto": LABELLED, "grpo": PROMPTS, "rloo": PROMPTS}
 EVALUATES = {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 4, "max_steps": 2}

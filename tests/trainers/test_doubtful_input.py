@@ -13,7 +13,7 @@ import trl_ext
 from mistakes import PARTS, asked, labelled, messages, pairs, said
 from short_training import LABELLED, PAIR, PAIRS, TEXTS, Bench, tokenizer
 from tiny import Workshop, lora_config
-from trl_ext.compat.arguments import check_numbers
+from trl_ext.checks.values import check_numbers
 from trl_ext.compat.replaced import replaced
 
 GROUPS: dict[str, Any] = {"GRPO": {"num_generations": 2}, "RLOO": {"num_generations": 2}}

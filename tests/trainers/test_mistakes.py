@@ -18,7 +18,15 @@ from mistakes import MESSAGES, NO_STEP, TRAINS, USER, read_table
 from short_training import PROMPTS, Bench
 from tiers import fast_first
 from tiny import Workshop
-from trl_ext.compat.arguments import check_numbers
+from trl_ext.checks.arguments import (
+    check_dpo_arguments,
+    check_grpo_arguments,
+    check_kto_arguments,
+    check_rloo_arguments,
+    check_sft_arguments,
+)
+from trl_ext.checks.data import check_rewards
+from trl_ext.checks.values import check_numbers
 from trl_ext.compat.choices import (
     ADVANTAGE_CHOICES,
     DPO_CHOICES,
@@ -26,14 +34,6 @@ from trl_ext.compat.choices import (
     TRUNCATION_MODES,
     compared_values,
 )
-from trl_ext.trainers.checked_arguments import (
-    check_dpo_arguments,
-    check_grpo_arguments,
-    check_kto_arguments,
-    check_rloo_arguments,
-    check_sft_arguments,
-)
-from trl_ext.trainers.checked_data import check_rewards
 
 MISTAKES = read_table()
 # Beginnings of messages that do not begin with the name of an argument

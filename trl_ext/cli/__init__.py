@@ -1,7 +1,6 @@
 """The command line `trl-ext`, its errors, and text that fits 80 columns."""
 
 import textwrap
-from collections.abc import Iterable
 
 # Their messages say enough; other errors need the type too
 _SAYS_ENOUGH = (ValueError, TypeError, OSError, ImportError, RuntimeError)
@@ -25,27 +24,6 @@ def one_line(error: BaseException) -> str:
     if isinstance(error, _SAYS_ENOUGH) and " " in message:
         return message
     return f"{type(error).__name__}: {message}" if message else type(error).__name__
-
-
-def did_you_mean(given: str, known: Iterable[str], mark: str = "") -> str:
-    """Return ` Did you mean ...?` if `given` can mean exactly one known name, else "".
-
-    This is the only name that begins with `given`, or else the only one that differs from it by one typo: a letter
-    more, less or changed, or two letters swapped, after the first letter. Names that are merely similar do not
-    count, such as `lora_rank` and `local_rank`.
-    """
-    names = set(known)
-    meant = [x for x in names if len(given) >= 4 and x.startswith(given)]
-    meant = meant if len(meant) == 1 else [x for x in names if _one_slip(given, x)]
-    return f" Did you mean `{mark}{meant[0]}`?" if len(meant) == 1 else ""
-
-
-def _one_slip(given: str, known: str) -> bool:
-    pairs = enumerate(zip(given, known, strict=False))
-    same = next((place for place, (a, b) in pairs if a != b), min(len(given), len(known)))
-    a, b = given[same:], known[same:]
-    swapped = a[:2] == b[1::-1] and a[2:] == b[2:]
-    return same > 0 and (a[1:] == b or a == b[1:] or a[1:] == b[1:] or swapped)
 
 
 def wrapped(text: str, begin: str = "") -> str:

@@ -6,8 +6,9 @@ import signal
 import sys
 import warnings
 
+from ..checks.names import did_you_mean
 from ..version import __version__
-from . import CommandError, ReportedError, TrainingStoppedError, did_you_mean, one_line, wrapped
+from . import CommandError, ReportedError, TrainingStoppedError, one_line, wrapped
 from .commands import COMMANDS, HELP, Command, Process, Train
 
 _OVERVIEW = """usage: trl-ext [--version] COMMAND [ARGUMENTS]

@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 from accelerate.commands.launch import launch_command_parser
 from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments, TrlParser
 
-from ..compat.arguments import former_name
+from ..checks.names import did_you_mean, former_name
 from ..config import (
     ADDED_FIELDS,
     AddedFields,
@@ -20,7 +20,7 @@ from ..config import (
     SFTConfig,
     with_help,
 )
-from . import CommandError, did_you_mean
+from . import CommandError
 from .launch import check_launch, launch_words, needs_launch
 from .line import Argument, Line
 

@@ -5,13 +5,13 @@ from typing import Any
 
 import torch
 
+from ..checks.arguments import check_offloading_device
 from ..config import with_help
 from ..fit.coverage import ENGINES
 from ..fit.estimate import longest_rows, step_of
 from ..fit.policy import Policy, policy_of
 from ..fit.run import Run
 from ..fit.step import Step, StepMemory, memory_of_step
-from ..trainers.checked_arguments import check_offloading_device
 from ..trainers.reference_weights import check_hosted_arguments
 from . import CommandError, wrapped
 from .commands import Process

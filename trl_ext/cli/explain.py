@@ -3,7 +3,7 @@
 import tempfile
 from typing import Any
 
-from ..trainers.best_metric import check_best_metric
+from ..checks.best_metric import check_best_metric
 from . import training, wrapped
 from .arguments import Parsed
 from .commands import Process

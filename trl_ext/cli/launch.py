@@ -10,8 +10,9 @@ from accelerate.commands.config.config_args import default_config_file, load_con
 from accelerate.commands.launch import launch_command, launch_command_parser
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
+from ..checks.names import did_you_mean
 from ..compat.choices import accelerate_configs, resolve_accelerate_config_argument
-from . import CommandError, did_you_mean, one_line
+from . import CommandError, one_line
 from .line import Line, refuse_word
 
 # Arguments with a minimum; accelerate would take 0 or less as if nothing was given

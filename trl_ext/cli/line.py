@@ -149,7 +149,8 @@ def read(method: str, prog: str, words: list[str]) -> Line:
 
 def check(line: Line, *, reads_data: bool) -> None:
     """Raise `CommandError` for mistakes that show without the types of the arguments."""
-    from ..compat.arguments import OTHER_NAMES, OTHER_NAMES_OF  # checks the version of TRL
+    from ..checks.names import OTHER_NAMES, OTHER_NAMES_OF
+    from ..compat import FOUND  # noqa: F401  # its import checks the versions, and `--version` must work with any
 
     if line.asks_for_help:
         return

@@ -3,8 +3,8 @@
 from collections.abc import Container, Iterator
 from contextlib import contextmanager
 
+from ..checks.arguments import check_arguments_of
 from ..fit.run import ArgumentError, Run
-from ..trainers.checked_arguments import check_arguments_of
 from . import CommandError
 from .arguments import OneLineParser, Parsed, dataclasses_of, parse
 from .launch import asks_for_one_process

@@ -15,13 +15,14 @@ from peft import AutoPeftModelForCausalLM
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK, get_available_reporting_integrations
 from trl import get_dataset, get_peft_config, get_quantization_config
 
+from ..checks.names import did_you_mean
 from ..fit.policy import is_adapter, model_init_arguments
 from ..trainers.dpo import DPOTrainer
 from ..trainers.grpo import GRPOTrainer
 from ..trainers.kto import KTOTrainer
 from ..trainers.rloo import RLOOTrainer
 from ..trainers.sft import SFTTrainer
-from . import CommandError, TrainingStoppedError, did_you_mean, one_line
+from . import CommandError, TrainingStoppedError, one_line
 from .arguments import REWARDS, OneLineParser, Parsed, dataclasses_of, parse
 from .commands import Process
 from .launch import launch, needs_launch, without

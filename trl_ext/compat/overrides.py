@@ -9,6 +9,8 @@ import types
 from collections.abc import Iterator
 from typing import Any
 
+from ..functions import closure_of, package_of
+
 LIBRARIES = frozenset({"trl", "trl_ext", "transformers", "accelerate", "torch", "peft"})
 
 # Methods that get, make or return a batch
@@ -48,11 +50,6 @@ def _is_users(method: Any) -> bool:
     return any(package_of(x) not in LIBRARIES for x in _functions(method, set()))
 
 
-def package_of(function: types.FunctionType) -> str:
-    # Not `__module__`, which `functools.wraps` copies
-    return str(function.__globals__.get("__name__", "")).partition(".")[0]
-
-
 def _functions(value: Any, seen: set[int]) -> Iterator[types.FunctionType]:
     """Yield the functions that a call of `value` runs, with those that decorators have wrapped."""
     if value is None or isinstance(value, type) or id(value) in seen:
@@ -62,21 +59,10 @@ def _functions(value: Any, seen: set[int]) -> Iterator[types.FunctionType]:
     if isinstance(value, types.FunctionType):
         yield value
         kinds = (types.FunctionType, types.MethodType, functools.partial)
-        wrapped = [x for x in held_by(value) if isinstance(x, kinds)]
+        wrapped = [x for x in closure_of(value) if isinstance(x, kinds)]
     else:
         wrapped = [getattr(value, x, None) for x in ("__func__", "func", "__wrapped__", "fget")]
         if not any(wrapped) and callable(value):
             wrapped = [type(value).__call__]
     for x in wrapped:
         yield from _functions(x, seen)
-
-
-def held_by(function: types.FunctionType) -> list[Any]:
-    """Return the values in a function's closure."""
-    values = []
-    for cell in function.__closure__ or ():
-        try:
-            values.append(cell.cell_contents)
-        except ValueError:  # the name has no value yet
-            continue
-    return values

@@ -5,7 +5,8 @@ import sys
 import types
 from typing import Any
 
-from .overrides import LIBRARIES, LOSS, STEP, held_by, overrides, package_of
+from ..functions import closure_of, nested_codes, package_of
+from .overrides import LIBRARIES, LOSS, STEP, overrides
 
 # The names through which code that gets no micro-batch reaches one
 _SOURCES = frozenset({"_buffered_inputs", "_prepare_inputs", "_generate_and_score_completions"})
@@ -59,7 +60,7 @@ class _Search:
             if self._is_librarys(package_of(value), value.__globals__.get("__file__")):
                 return False
             words = _words(value.__code__)
-            reached = [*held_by(value), *(value.__globals__.get(x) for x in words)]
+            reached = [*closure_of(value), *(value.__globals__.get(x) for x in words)]
             return not words.isdisjoint(_SOURCES) or any(self.finds(x) for x in reached)
         if isinstance(value, types.MethodType | functools.partial | staticmethod | classmethod | property):
             parts = ("__func__", "__self__", "func", "args", "keywords", "fget")
@@ -83,8 +84,5 @@ def _file_of(module: str) -> str | None:
 
 def _words(code: types.CodeType) -> frozenset[str]:
     """Return the names and strings in a function's code, and in that of the functions defined in it."""
-    words = {*code.co_names, *(x for x in code.co_consts if isinstance(x, str))}
-    for inner in code.co_consts:
-        if isinstance(inner, types.CodeType):
-            words |= _words(inner)
-    return frozenset(words)
+    names = (name for inner in nested_codes(code) for name in (*inner.co_names, *inner.co_consts))
+    return frozenset(name for name in names if isinstance(name, str))

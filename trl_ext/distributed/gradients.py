@@ -2,6 +2,7 @@
 
 from functools import partial
 from typing import Any, cast
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -29,18 +30,40 @@ class _ScaleGrad(torch.autograd.Function):
         return gradient * ctx.factor, None
 
 
+# Transformers' style for weights that each rank has whole, but whose gradient on a rank is only that of its heads
+_SUMMED_STYLE = "replicated_with_grad_allreduce"
+# Modules without transformers' sum, which a second training need not look for
+_SUMMED_ONCE: "WeakSet[nn.Module]" = WeakSet()
+
+
 def sum_gradients_once(model: nn.Module, group: dist.ProcessGroup) -> None:
     """Replace transformers' sum of replicated gradients: sum over `group` only what each backward adds.
 
     A norm of attention heads (Qwen3, Gemma 3) is whole on every rank but sees only that rank's heads. Transformers 5.17
     to 5.23 sums its `param.grad` after every backward, so gradient accumulation sums earlier micro-batches again.
     Parameters that FSDP2 also shards stay with transformers, because they have no gradient when a backward begins.
+
+    Raises:
+        `RuntimeError`: the plan of `model` says that transformers sums a gradient, but its sum was not found.
     """
-    for module in model.modules():
+    plan: dict[str, str] = getattr(model, "tp_plan", None) or {}
+    # The plan's keys are like "model.layers.*.self_attn.q_norm"
+    summed_names = tuple(key.rpartition("*.")[2] for key, style in plan.items() if style == _SUMMED_STYLE)
+    for name, module in model.named_modules():
         params = [param for param in module.parameters(recurse=False) if param.requires_grad]
-        if params and not any(isinstance(param, DTensor) for param in params) and _remove_transformers_sum(module):
+        if not params or any(isinstance(param, DTensor) for param in params):
+            continue
+        if _remove_transformers_sum(module):
+            _SUMMED_ONCE.add(module)
             for param in params:
                 param.register_hook(partial(_sum_over_ranks, group=group))
+        elif name.endswith(summed_names) and module not in _SUMMED_ONCE:
+            # The gradients would be summed twice with gradient accumulation
+            raise RuntimeError(
+                f"`{name}` has gradients that transformers sums over the ranks, but trl_ext did not find where, so it "
+                "cannot replace this sum, which is wrong with gradient accumulation. Install a tested version of "
+                "transformers, a later trl_ext, or train without tensor parallelism."
+            )
 
 
 def _remove_transformers_sum(module: nn.Module) -> bool:

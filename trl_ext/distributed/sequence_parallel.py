@@ -163,9 +163,14 @@ class _Gathered(torch.autograd.Function):
 
 
 def keep_batches_whole(accelerator: Any, group: SequenceGroup) -> None:
-    """Turn off accelerate's splitting of batches and its attention, and give all ranks of a group the same data."""
+    """Turn off accelerate's splitting of batches and its attention, and give all ranks of a group the same data.
+
+    Raises:
+        `RuntimeError`: this version of accelerate or DeepSpeed does not have what must be replaced.
+    """
     if group.kind == "cp":
         # Its hooks would remove the attention mask from every layer, even in generation, where rows begin with padding
+        _check_has(accelerator, "_prepare_cp", "accelerate")
         accelerator._prepare_cp = lambda *args: args
         return
     # Otherwise one process would read a streaming dataset and distribute its rows over all ranks
@@ -183,15 +188,33 @@ def keep_batches_whole(accelerator: Any, group: SequenceGroup) -> None:
             del ALL_ATTENTION_FUNCTIONS[name]
         else:
             ALL_ATTENTION_FUNCTIONS[name] = attention
-        # DeepSpeed takes the group for tensor parallel: its gradient norm would be that of the first rank's partition,
-        # times the group's size (stage_1_and_2.py:2682, :2690)
-        optimizer = engine.optimizer
-        if getattr(optimizer, "model_parallel_group", None) is not None:
-            optimizer.model_parallel_group = None
-            optimizer.model_parallel_rank = 0
+        leave_model_parallel_group(engine.optimizer)
         return loader
 
+    _check_has(accelerator, "deepspeed_ulysses_dl_adapter", "accelerate")
     accelerator.deepspeed_ulysses_dl_adapter = loader_as_it_is
+
+
+def leave_model_parallel_group(optimizer: Any) -> None:
+    """Make DeepSpeed's optimizer forget the group, which DeepSpeed takes for a tensor-parallel one.
+
+    Its gradient norm would be that of the first rank's partition, times the group's size (stage_1_and_2.py:2682,
+    :2690).
+    """
+    _check_has(optimizer, "model_parallel_group", "DeepSpeed")
+    if optimizer.model_parallel_group is not None:
+        optimizer.model_parallel_group = None
+        optimizer.model_parallel_rank = 0
+
+
+def _check_has(owner: Any, name: str, library: str) -> None:
+    """Check for an internal of a library that is to be replaced. Under another name, it would go on working."""
+    if not hasattr(owner, name):
+        raise RuntimeError(
+            f"The tokens of a batch cannot be split over ranks with this version of {library}: its "
+            f"`{type(owner).__name__}` has no `{name}`, which trl_ext replaces. Install a tested version of {library}, "
+            "a later trl_ext, or train without `cp_size` and `sp_size`."
+        )
 
 
 def _renew_process_groups(accelerator: Any, group: SequenceGroup) -> None:

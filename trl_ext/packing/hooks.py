@@ -1,13 +1,14 @@
 """Functions of users that run in a forward or backward, as hooks or in place of a `forward`."""
 
 from collections.abc import Iterator, Set
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from types import FunctionType, MethodType
 from typing import Any
 
 from torch import nn
+
+from ..functions import closure_of
 
 # Packages whose hooks and replaced `forward` methods do the same in each call
 _KNOWN = {
@@ -63,9 +64,7 @@ def functions_of_users(
             if function not in class_forwards:
                 yield value
         else:
-            for cell in function.__closure__ or ():
-                with suppress(ValueError):  # empty until the name is bound
-                    waiting.append(cell.cell_contents)
+            waiting += closure_of(function)
 
 
 def _is_of_user(function: FunctionType) -> bool:

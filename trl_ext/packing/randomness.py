@@ -2,7 +2,6 @@
 
 import random
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import dataclass
 from dis import get_instructions
 from functools import cache
@@ -15,6 +14,7 @@ import torch
 from torch import nn
 from torch.nn.modules import module as torch_module
 
+from ..functions import closure_of, nested_codes
 from .hooks import describe_function, functions_of_users, is_known
 from .observers import only_observes
 
@@ -299,11 +299,7 @@ def _functions_of_forward(part: type) -> tuple[FunctionType, ...]:
 
 def _read_by(function: FunctionType) -> list[Any]:
     """Return the globals that a function names, and what its closure holds."""
-    values = [function.__globals__.get(name) for name in _names(function.__code__)]
-    for cell in function.__closure__ or ():
-        with suppress(ValueError):  # empty until the name is bound
-            values.append(cell.cell_contents)
-    return values
+    return [*(function.__globals__.get(name) for name in _names(function.__code__)), *closure_of(function)]
 
 
 def _plain_function(value: Any) -> FunctionType | None:
@@ -315,5 +311,4 @@ def _plain_function(value: Any) -> FunctionType | None:
 
 
 def _names(code: CodeType) -> set[str]:
-    inner = (x for x in code.co_consts if isinstance(x, CodeType))
-    return {*code.co_names, *(name for x in inner for name in _names(x))}
+    return {name for inner in nested_codes(code) for name in inner.co_names}

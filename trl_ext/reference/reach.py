@@ -48,6 +48,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedConfig
 
+from ..functions import closure_of
 from .digests import digest_of_tensor
 
 # Packages whose versions are part of the identity, and packages whose functions on modules do not change results
@@ -273,7 +274,7 @@ class Reach:
     def _python_function(self, function: FunctionType, depth: int) -> None:
         module = function.__globals__.get("__name__", "")
         self._put(f"{version_of(module)} {module} {function.__qualname__}")
-        parts = [*cells_of(function), function.__defaults__ or (), function.__kwdefaults__ or {}]
+        parts = [*closure_of(function), function.__defaults__ or (), function.__kwdefaults__ or {}]
         if not is_foreign(module) and function.__name__ in _READS:
             raise UnknownReachError(f"`{self._reader}` reads what `{function.__name__}` returns")
         if not is_foreign(module):  # its version says what it does; only functions that it wraps are unknown
@@ -394,7 +395,7 @@ def foreign_in(value: Any, met: set[int]) -> Iterator[Any]:
         if is_foreign(value.__globals__.get("__name__", "")):
             yield value
             return
-        for part in (*cells_of(value), *(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()):
+        for part in (*closure_of(value), *(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()):
             yield from foreign_in(part, met)
     elif isinstance(value, (list, tuple, deque)):
         for part in list(value):
@@ -448,13 +449,6 @@ def version_of(module: str) -> str:
         distribution = packages_distributions().get(package, [package])[0]
         return f"{package} {version(distribution)}"
     return f"{package} {getattr(imported, '__version__', '')}"
-
-
-def cells_of(function: FunctionType) -> Iterator[Any]:
-    """Yield what a function's closure holds."""
-    for cell in function.__closure__ or ():
-        with suppress(ValueError):  # empty until the name is bound
-            yield cell.cell_contents
 
 
 def code_hash(code: CodeType) -> str:

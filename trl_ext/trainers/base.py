@@ -20,6 +20,16 @@ from transformers import ProgressCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ..callbacks.progress import ThroughputProgress, add_to_model_card, show
+from ..checks.arguments import (
+    adapter_padding_reason,
+    bound_arguments,
+    check_given,
+    padding_reason,
+    warn_of_unknown_loss_types,
+)
+from ..checks.best_metric import check_best_metric, check_given_metrics, has_no_value
+from ..checks.overrides import check_overrides
+from ..compat import check_deepspeed
 from ..compat.choices import REPLACEABLE
 from ..compat.overrides import LOSS, PASS, STEP, overrides
 from ..compat.replaced import built_with, next_of, replaced, unrecorded_pass
@@ -49,16 +59,7 @@ from ..scoring.forward import ForwardTokens
 from ..scoring.model_inputs import watch_token_ids
 from ..scoring.scorer import Scorer
 from ..scoring.weight_layout import WHOLE_HERE
-from .best_metric import check_best_metric, check_given_metrics, has_no_value
 from .callbacks import Lifecycle, MovesReference
-from .checked_arguments import (
-    adapter_padding_reason,
-    bound_arguments,
-    check_given,
-    padding_reason,
-    warn_of_unknown_loss_types,
-)
-from .checked_overrides import check_overrides
 from .checkpointing import Checkpoints
 from .counts import SkipCounts, TokenCounts
 from .non_finite import NonFiniteLoss
@@ -179,6 +180,8 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
         """Detect the engine and the groups of ranks. Transformers' `__init__` calls this first."""
         self._requested = requested_engine(os.environ, self.args)
         super().create_accelerator_and_postprocess()
+        if self.is_deepspeed_enabled:
+            check_deepspeed()
         self._checkpoints.hide_optimizer()
         joined = self._ranks.join(self.accelerator, self.model, splits_rows=self._splits_rows)
         if joined is not self.accelerator:

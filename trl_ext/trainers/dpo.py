@@ -13,6 +13,8 @@ from datasets import Dataset, IterableDataset
 from torch import Tensor
 from torch.utils.data import get_worker_info
 
+from ..checks.arguments import check_dpo_arguments
+from ..checks.data import check_rows_are_left, checked_rows, pair_columns
 from ..compat import dpo as internals
 from ..compat.overrides import overrides_below
 from ..compat.reference import recorded_loads
@@ -26,8 +28,6 @@ from ..planning.non_finite import labelled, not_finite_rows, prompt_of
 from ..reference.sequences import CheckedCollator, have_columns
 from ..scoring.model_inputs import check_token_ids, missing_rows
 from .base import ExactTrainer
-from .checked_arguments import check_dpo_arguments
-from .checked_data import check_rows_are_left, checked_rows, pair_columns
 from .dpo_batches import DPOBatches
 from .dpo_loss import DPOTerms, LossInputs, Terms
 from .dpo_metrics import DPOMetrics

@@ -15,6 +15,9 @@ from accelerate.utils import set_seed
 from torch import Tensor
 from transformers.training_args import OptimizerNames
 
+from ..checks.arguments import check_completion_length, check_groups, check_grpo_arguments, check_offloading_device
+from ..checks.data import check_enough_prompts, check_prompts, check_rewards
+from ..checks.generation import check_ends, check_generation, check_has_length, check_images
 from ..compat import sampled as internals
 from ..compat.replaced import logged_times
 from ..config import AddedGRPOFields
@@ -26,9 +29,6 @@ from ..planning.rows import all_tokens
 from ..planning.sampler_ratio import RatioRule
 from ..sampler.engine import EngineGeneration
 from .base import ExactTrainer
-from .checked_arguments import check_completion_length, check_groups, check_grpo_arguments, check_offloading_device
-from .checked_data import check_enough_prompts, check_prompts, check_rewards
-from .checked_generation import check_ends, check_generation, check_has_length, check_images
 from .grpo_generation import GRPOGeneration, truncated_sampling
 from .grpo_passes import GRPOPasses
 from .part_training import PartTraining

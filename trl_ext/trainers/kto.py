@@ -10,6 +10,8 @@ import torch
 import trl
 from datasets import IterableDataset
 
+from ..checks.arguments import check_kto_arguments
+from ..checks.data import check_rows_are_left, checked_rows, kto_columns
 from ..compat.kto import (
     KL_PASS,
     has_kl_rows,
@@ -27,8 +29,6 @@ from ..planning.non_finite import labelled, not_finite_rows, prompt_of
 from ..planning.plan import Decision
 from ..planning.reference import ReferenceFacts, ReferencePlan, left_to_own_loss, plan_reference
 from .base import ExactTrainer
-from .checked_arguments import check_kto_arguments
-from .checked_data import check_rows_are_left, checked_rows, kto_columns
 from .reference_source import ReferenceSource
 
 

@@ -11,6 +11,9 @@ import trl
 from torch import Tensor
 from transformers import ProcessorMixin
 
+from ..checks.arguments import check_completion_length, check_rloo_arguments
+from ..checks.data import check_enough_prompts, check_prompts, check_rewards
+from ..checks.generation import check_ends, check_generation, check_images
 from ..compat import sampled as internals
 from ..compat.overrides import PASS, overrides_below
 from ..config import AddedGroupFields
@@ -21,9 +24,6 @@ from ..planning.micro_batches import RowTokens, StepRows
 from ..planning.rloo import RLOOFacts, RLOOPlan, plan_rloo
 from ..planning.rows import PolicyScores, ScoredTokens, all_tokens, live_tokens
 from .base import ExactTrainer
-from .checked_arguments import check_completion_length, check_rloo_arguments
-from .checked_data import check_enough_prompts, check_prompts, check_rewards
-from .checked_generation import check_ends, check_generation, check_images
 from .generation_checkpoints import GenerationCheckpoints
 from .sampled_batches import check_rewards_of_first_step, equal_rewards, micro_batches_of_a_step
 from .sampled_facts import circumstances_of

@@ -11,15 +11,10 @@ from typing import Any
 import trl
 from datasets import Dataset
 
-from ..config import AddedFields
-from ..config import SFTConfig as SFTConfig  # `training_args.bin` files refer to it here
-from ..losses.loss_types import sft_loss_type
-from ..planning.non_finite import not_finite_rows
-from ..planning.plan import Decision, PackingFacts, PackingPlan, Plan
-from .base import ExactTrainer
-from .checked_arguments import check_sft_arguments
-from .checked_data import check_rows_are_left, checked_rows, formatted, named, named_datasets, sft_columns
-from .checked_tokens import (
+from ..checks.arguments import check_sft_arguments
+from ..checks.data import check_rows_are_left, checked_rows, formatted, named, named_datasets, sft_columns
+from ..checks.sampled_rows import columns_of
+from ..checks.tokens import (
     check_completion_ends,
     check_completion_only,
     check_formatting,
@@ -29,7 +24,12 @@ from .checked_tokens import (
     has_label,
     refuse_unlabeled,
 )
-from .sampled_rows import columns_of
+from ..config import AddedFields
+from ..config import SFTConfig as SFTConfig  # `training_args.bin` files refer to it here
+from ..losses.loss_types import sft_loss_type
+from ..planning.non_finite import not_finite_rows
+from ..planning.plan import Decision, PackingFacts, PackingPlan, Plan
+from .base import ExactTrainer
 
 _ROWS_PREPARED_AGAIN = 8
 

@@ -13,10 +13,10 @@ from torch import nn
 from trl import is_conversational
 
 from ..compat.choices import REWARD_COLUMNS_LEFT_OUT, REWARD_KEYWORDS
-from .checked_messages import check_messages, check_options, check_template, sharegpt_hint
-from .checked_prompts import PROMPT_NAMES, check_missing_prompts, check_repeated_prompts, is_messages, mixed_hint
-from .checked_tokens import check_special_tokens
+from .messages import check_messages, check_options, check_template, sharegpt_hint
+from .prompts import PROMPT_NAMES, check_missing_prompts, check_repeated_prompts, is_messages, mixed_hint
 from .sampled_rows import as_python, columns_of, first_empty, first_none, sampled_rows
+from .tokens import check_special_tokens
 
 logger = logging.getLogger("trl_ext")
 

@@ -14,7 +14,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ..compat.choices import METRICS
 from ..losses.loss_types import dpo_loss_type
-from .checked_overrides import code_of, methods_of_user
+from .overrides import code_of, methods_of_user
 
 logger = logging.getLogger("trl_ext")
 

@@ -4,13 +4,12 @@ import copy
 import inspect
 import json
 import logging
-import math
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NoReturn
+from typing import Any
 
 import transformers
 import trl
@@ -21,7 +20,6 @@ from safetensors import safe_open
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..compat import FOUND
-from ..compat.arguments import check_numbers, refuse_unknown
 from ..compat.choices import (
     ADVANTAGE_CHOICES,
     DPO_CHOICES,
@@ -30,7 +28,6 @@ from ..compat.choices import (
     TRUNCATION_MODES,
     compared_values,
 )
-from ..config import AddedGRPOFields
 from ..distributed.ranks import Ranks
 from ..losses.loss_types import (
     DPO_LOSS_TYPES,
@@ -44,9 +41,98 @@ from ..losses.preference import PREFERENCE_LOSSES
 from ..planning.grpo import check_options
 from ..reference.weights import uncompiled
 from ..scoring.model_inputs import has_position_table
-from .checked_data import check_dataset
+from .data import check_dataset
+from .names import refuse_unknown
+from .values import Rule, check_numbers, check_rules
 
 logger = logging.getLogger("trl_ext")
+
+
+def _limits_length(config: Any) -> bool:
+    return config.max_length is not None
+
+
+def _does_sync_reference(config: Any) -> bool:
+    return bool(config.sync_ref_model)
+
+
+def _is_sampler_option(name: str) -> Callable[[Any], bool]:
+    """Return whether the sampler reads a field: not if `generation_kwargs` has its name."""
+    return lambda config: name not in (config.generation_kwargs or {})
+
+
+def _limits_top_k(config: Any) -> bool:
+    # vLLM also takes -1 for all tokens
+    return "top_k" not in (config.generation_kwargs or {}) and not (config.use_vllm and config.top_k == -1)
+
+
+_ONE_TOKEN_EACH = "A prompt and a completion have at least one token each."
+_REFERENCE_SYNC = (
+    Rule("ref_model_sync_steps", least=1, when=_does_sync_reference),
+    Rule("ref_model_mixup_alpha", least=0, most=1, when=_does_sync_reference),
+)
+_SAMPLING = (
+    Rule("top_p", least=0, most=1, is_optional=True, read_by="generation", when=_is_sampler_option("top_p")),
+    Rule("min_p", least=0, most=1, is_optional=True, read_by="generation", when=_is_sampler_option("min_p")),
+    Rule(
+        "repetition_penalty",
+        above=0,
+        hint="1 is no penalty.",
+        read_by="generation",
+        when=_is_sampler_option("repetition_penalty"),
+    ),
+    Rule("top_k", least=0, hint="0 keeps all tokens.", is_optional=True, read_by="generation", when=_limits_top_k),
+)
+_TEMPERATURE = Rule("temperature", above=0, hint="For less random samples, use a small one.")
+_KL_WEIGHT_HINT = "A negative one would drive the policy away from its reference."
+
+# Method -> what its trainer, or its loss, reads. What depends on several fields is in the functions below
+_RULES: dict[str, tuple[Rule, ...]] = {
+    "sft": (
+        *(Rule(name, choices=choices) for name, choices in SFT_CHOICES.items()),
+        Rule("max_length", least=2, hint="The model predicts nothing from one token.", is_optional=True),
+    ),
+    "dpo": (
+        *_REFERENCE_SYNC,
+        Rule("truncation_mode", choices=TRUNCATION_MODES, when=_limits_length),
+        Rule("max_length", least=2, hint=_ONE_TOKEN_EACH, is_optional=True),
+        *(Rule(name, choices=choices, read_by="loss") for name, choices in DPO_CHOICES.items()),
+        Rule("beta", least=0, hint="A negative one would prefer the rejected completion.", read_by="loss"),
+        Rule("ld_alpha", least=0, most=1, is_optional=True, read_by="loss"),
+        Rule("label_smoothing", least=0, most=1, hint="It is the share of labels that are wrong.", read_by="loss"),
+    ),
+    "kto": (
+        *_REFERENCE_SYNC,
+        Rule("max_length", least=2, hint=_ONE_TOKEN_EACH, is_optional=True),
+        Rule("beta", above=0, hint="At 0, the loss does not depend on the policy.", read_by="loss"),
+        Rule("desirable_weight", least=0, read_by="loss"),
+        Rule("undesirable_weight", least=0, read_by="loss"),
+    ),
+    "grpo": (
+        *_REFERENCE_SYNC,
+        Rule("num_iterations", least=1),
+        Rule("max_completion_length", least=1, is_optional=True),
+        *(Rule(name, choices=choices, read_by="advantages") for name, choices in ADVANTAGE_CHOICES.items()),
+        _TEMPERATURE,
+        *_SAMPLING,
+        *(Rule(name, choices=choices, read_by="loss") for name, choices in GRPO_CHOICES.items()),
+        Rule("beta", least=0, hint=_KL_WEIGHT_HINT, read_by="loss"),
+        Rule("epsilon", least=0, read_by="loss"),
+        Rule("epsilon_high", least=0, is_optional=True, read_by="loss"),
+        Rule("delta", above=0, hint="It is the most that the ratio can be.", is_optional=True, read_by="loss"),
+        Rule("top_entropy_quantile", least=0, most=1, read_by="loss"),
+    ),
+    "rloo": (
+        *_REFERENCE_SYNC,
+        Rule("num_iterations", least=1),
+        Rule("max_completion_length", least=1, is_optional=True),
+        _TEMPERATURE,
+        Rule("beta", least=0, hint=_KL_WEIGHT_HINT),
+        *_SAMPLING,
+        Rule("epsilon", least=0, read_by="loss"),
+        Rule("epsilon_high", least=0, is_optional=True, read_by="loss"),
+    ),
+}
 
 
 def check_dpo_arguments(config: Any, *, own_loss: bool) -> None:
@@ -55,19 +141,12 @@ def check_dpo_arguments(config: Any, *, own_loss: bool) -> None:
     With `own_loss`, a subclass replaces TRL's loss: the values that only the loss reads are not checked.
     """
     _check_reference_sync(config)
-    if config.max_length is not None:
-        _check_choices(config, {"truncation_mode": TRUNCATION_MODES})
-        _check_number(config, "max_length", 2, hint="A prompt and a completion have at least one token each.")
+    check_rules(config, _RULES["dpo"], replaced={"loss"} if own_loss else ())
     if config.activation_offloading:
         check_offloading_device(config.device)
     if own_loss:
         return
-    _check_choices(config, DPO_CHOICES)
     _check_loss_types(config.loss_type, (*DPO_LOSS_TYPES, *sorted(PREFERENCE_LOSSES)), trl.DPOTrainer)
-    _check_number(config, "beta", 0, hint="A negative one would prefer the rejected completion.")
-    if config.ld_alpha is not None:
-        _check_number(config, "ld_alpha", 0, 1)
-    _check_number(config, "label_smoothing", 0, 1, hint="It is the share of labels that are wrong.")
     rows = {name: dpo_loss_type(name) for name in config.loss_type}
     for name, row in rows.items():
         if row.divides_by_true_labels and config.label_smoothing >= 0.5:
@@ -76,7 +155,7 @@ def check_dpo_arguments(config: Any, *, own_loss: bool) -> None:
                 f"`label_smoothing`, got {config.label_smoothing!r}."
             )
         if row.divides_by is not None:
-            _check_number(config, row.divides_by, 0, above=True, hint="The loss divides by it.")
+            Rule(row.divides_by, above=0, hint="The loss divides by it.").check(getattr(config, row.divides_by))
     if config.beta == 0 and all(row.needs_beta for row in rows.values()):
         raise ValueError(
             f"`beta=0` leaves nothing to train with `loss_type={config.loss_type}`. Set it above 0; TRL's default is "
@@ -91,31 +170,16 @@ def check_grpo_arguments(config: Any, *, own_loss: bool, own_advantages: bool, o
     that only these read are not checked.
     """
     _check_reference_sync(config)
-    engine_args = AddedGRPOFields.of(config).vllm_engine_args
+    engine_args = getattr(config, "vllm_engine_args", None)  # TRL's own config has none
     if engine_args is not None and not (config.use_vllm and config.vllm_mode == "colocate"):
         raise ValueError(
             f"`vllm_engine_args={engine_args!r}` is for vLLM in this process. Set `use_vllm=True` and "
             '`vllm_mode="colocate"`, or give the arguments to `vllm serve`.'
         )
-    _check_number(config, "num_iterations", 1)
-    if config.max_completion_length is not None:
-        _check_number(config, "max_completion_length", 1)
-    if not own_advantages:
-        _check_choices(config, ADVANTAGE_CHOICES)
-    _check_number(config, "temperature", 0, above=True, hint="For less random samples, use a small one.")
-    if not own_generation:
-        _check_sampling(config)
-    if own_loss:
-        return
-    _check_choices(config, GRPO_CHOICES)
-    _check_loss_types([config.loss_type], GRPO_LOSS_TYPES, trl.GRPOTrainer)
-    _check_number(config, "beta", 0, hint="A negative one would drive the policy away from its reference.")
-    _check_number(config, "epsilon", 0)
-    if config.epsilon_high is not None:
-        _check_number(config, "epsilon_high", 0)
-    if config.delta is not None:
-        _check_number(config, "delta", 0, above=True, hint="It is the most that the ratio can be.")
-    _check_number(config, "top_entropy_quantile", 0, 1)
+    is_replaced = {"loss": own_loss, "advantages": own_advantages, "generation": own_generation}
+    check_rules(config, _RULES["grpo"], replaced={part for part in is_replaced if is_replaced[part]})
+    if not own_loss:
+        _check_loss_types([config.loss_type], GRPO_LOSS_TYPES, trl.GRPOTrainer)
 
 
 def check_sft_arguments(config: Any, *, own_loss: bool) -> None:
@@ -123,11 +187,9 @@ def check_sft_arguments(config: Any, *, own_loss: bool) -> None:
     template = config.chat_template_path
     if template is not None and str(template).endswith((".jinja", ".jinja2")) and not os.path.isfile(template):
         raise ValueError(f"`chat_template_path` is {template!r}, but there is no such file. Correct the path.")
-    _check_choices(config, SFT_CHOICES)
+    check_rules(config, _RULES["sft"], replaced={"loss"} if own_loss else ())
     if not own_loss:
         _check_loss_types([config.loss_type], SFT_LOSS_TYPES, trl.SFTTrainer)
-    if config.max_length is not None:
-        _check_number(config, "max_length", 2, hint="The model predicts nothing from one token.")
     if config.activation_offloading:
         check_offloading_device(config.device)
 
@@ -135,8 +197,7 @@ def check_sft_arguments(config: Any, *, own_loss: bool) -> None:
 def check_kto_arguments(config: Any, *, own_loss: bool) -> None:
     """Raise `ValueError` if a `KTOConfig`, TRL's or ours, has an invalid value. `own_loss` as for DPO."""
     _check_reference_sync(config)
-    if config.max_length is not None:
-        _check_number(config, "max_length", 2, hint="A prompt and a completion have at least one token each.")
+    check_rules(config, _RULES["kto"], replaced={"loss"} if own_loss else ())
     if config.activation_offloading:
         check_offloading_device(config.device)
     loss = kto_loss_type(config.loss_type)
@@ -148,43 +209,17 @@ def check_kto_arguments(config: Any, *, own_loss: bool) -> None:
     if own_loss:
         return
     _check_loss_types([config.loss_type], KTO_LOSS_TYPES, trl.KTOTrainer)
-    _check_number(config, "beta", 0, above=True, hint="At 0, the loss does not depend on the policy.")
-    for name in ("desirable_weight", "undesirable_weight"):
-        _check_number(config, name, 0)
-    if not config.desirable_weight and not config.undesirable_weight:
+    if not (config.desirable_weight or config.undesirable_weight):
         raise ValueError("`desirable_weight=0` and `undesirable_weight=0` leave nothing to train. Set one above 0.")
 
 
 def check_rloo_arguments(config: Any, *, own_loss: bool, own_advantages: bool, own_generation: bool) -> None:
     """Raise `ValueError` if an `RLOOConfig`, TRL's or ours, has an invalid value. The others as for GRPO."""
     _check_reference_sync(config)
-    _check_number(config, "num_iterations", 1)
-    if config.max_completion_length is not None:
-        _check_number(config, "max_completion_length", 1)
-    _check_number(config, "temperature", 0, above=True, hint="For less random samples, use a small one.")
-    _check_number(config, "beta", 0, hint="A negative one would drive the policy away from its reference.")
-    if not own_generation:
-        _check_sampling(config)
+    is_replaced = {"loss": own_loss, "generation": own_generation}
+    check_rules(config, _RULES["rloo"], replaced={part for part in is_replaced if is_replaced[part]})
     if config.reward_clip_range and not own_advantages:
         _check_clip_range(config.reward_clip_range)
-    if own_loss:
-        return
-    _check_number(config, "epsilon", 0)
-    if config.epsilon_high is not None:
-        _check_number(config, "epsilon_high", 0)
-
-
-def _check_sampling(config: Any) -> None:
-    """Raise `ValueError` for a value that the sampler would refuse in the first step, or ignore."""
-    overridden = config.generation_kwargs or {}
-    for name in ("top_p", "min_p"):
-        if getattr(config, name) is not None and name not in overridden:
-            _check_number(config, name, 0, 1)
-    if "repetition_penalty" not in overridden:
-        _check_number(config, "repetition_penalty", 0, above=True, hint="1 is no penalty.")
-    # vLLM also takes -1 for all tokens
-    if config.top_k is not None and "top_k" not in overridden and not (config.use_vllm and config.top_k == -1):
-        _check_number(config, "top_k", 0, hint="0 keeps all tokens.")
 
 
 def _check_clip_range(given: Any) -> None:
@@ -198,7 +233,6 @@ def _check_clip_range(given: Any) -> None:
 
 def _check_schedule(config: Any) -> None:
     """Raise `ValueError` for options of GRPO that its schedule does not allow, without a trainer."""
-    added = AddedGRPOFields.of(config)
     facts = SimpleNamespace(
         per_device_batch_size=config.per_device_train_batch_size,
         processes=1,
@@ -208,10 +242,10 @@ def _check_schedule(config: Any) -> None:
         num_generations=config.num_generations,
         normalized_over_batch=config.scale_rewards == "batch"
         or config.multi_objective_aggregation == "normalize_then_sum",
-        force_on_policy_ratio=added.force_on_policy_ratio,
-        trust_sampling_log_probs=added.trust_sampling_log_probs,
+        force_on_policy_ratio=config.force_on_policy_ratio,
+        trust_sampling_log_probs=config.trust_sampling_log_probs,
         sampler_gives_log_probs=config.use_vllm,
-        max_draws=added.dynamic_sampling_max_draws if added.dynamic_sampling else 1,
+        max_draws=config.dynamic_sampling_max_draws if config.dynamic_sampling else 1,
         bypasses_loss=False,
         has_images=False,
     )
@@ -274,27 +308,13 @@ def _check_reference_sync(config: Any) -> None:
             "`precompute_ref_log_probs=True`, but the reference cannot be precomputed: `sync_ref_model` updates it "
             "during training. Set one of the two to False."
         )
-    if config.sync_ref_model:
-        _check_number(config, "ref_model_sync_steps", 1)
-        _check_number(config, "ref_model_mixup_alpha", 0, 1)
 
 
-def _check_choices(config: Any, choices: Mapping[str, Collection[str]]) -> None:
-    for name, allowed in choices.items():
-        value = getattr(config, name)
-        if value not in allowed:
-            _refuse_value(name, value, allowed)
-
-
-def _check_loss_types(names: Collection[str], known: Collection[str], trl_trainer: type) -> None:
+def _check_loss_types(names: Collection[str], known: Iterable[str], trl_trainer: type) -> None:
     """Raise `ValueError` for a loss type that neither this release knows nor the source of TRL's trainer names."""
+    choices = dict.fromkeys((*known, *sorted(compared_values(trl_trainer, "loss_type"))))
     for name in names:
-        if name not in known and name not in compared_values(trl_trainer, "loss_type"):
-            _refuse_value("loss_type", name, [*known, *sorted(compared_values(trl_trainer, "loss_type") - {*known})])
-
-
-def _refuse_value(name: str, value: Any, allowed: Collection[str]) -> NoReturn:
-    raise ValueError(f"Unknown `{name}` {value!r}. Choose from: {', '.join(map(repr, allowed))}.")
+        Rule("loss_type", choices=tuple(choices)).check(name)
 
 
 def warn_of_unknown_loss_types(names: Collection[str]) -> None:
@@ -304,16 +324,6 @@ def warn_of_unknown_loss_types(names: Collection[str]) -> None:
         "and assumes nothing of it. It trains as in TRL: no row moves to another micro-batch or is skipped, and no "
         "micro-batch is split, not even with `max_tokens_per_micro_batch`. Check for a later trl_ext."
     )
-
-
-def _check_number(
-    config: Any, name: str, least: float, most: float = math.inf, *, above: bool = False, hint: str = ""
-) -> None:
-    value = getattr(config, name)
-    if hasattr(value, "__float__") and least <= float(value) <= most and not (above and value == least):
-        return
-    where = f"above {least}" if above else f"{least} or more" if most == math.inf else f"in [{least}, {most}]"
-    raise ValueError(f"`{name}` must be {where}, got {value!r}. {hint or 'Change it, or leave it at its default.'}")
 
 
 def bound_arguments(

@@ -10,7 +10,7 @@ from typing import Any
 
 from trl import is_conversational
 
-from .checked_prompts import is_messages
+from .prompts import is_messages
 
 logger = logging.getLogger("trl_ext")
 

@@ -10,6 +10,7 @@ from types import CodeType, FunctionType
 from typing import Any
 
 from ..compat.removed import REMOVED_METHODS
+from ..functions import closure_of, nested_codes, package_of
 
 logger = logging.getLogger("trl_ext")
 
@@ -83,25 +84,12 @@ def code_of(function: Any, seen: set[int] | None = None) -> Iterator[CodeType]:
     wrapped = [getattr(function, name, None) for name in ("__wrapped__", "func")]
     if isinstance(function, FunctionType) and id(function) not in seen:
         seen.add(id(function))
-        # `__module__` may be that of a function that it wraps
-        is_of_user = function.__globals__.get("__name__", "").split(".")[0] not in _LIBRARIES
-        codes = [function.__code__] * is_of_user
-        while codes:
-            code = codes.pop()
-            codes += [x for x in code.co_consts if isinstance(x, CodeType)]
-            yield code
-        wrapped += [cell.cell_contents for cell in function.__closure__ or () if _is_filled(cell)]
+        if package_of(function) not in _LIBRARIES:
+            yield from nested_codes(function.__code__)
+        wrapped += closure_of(function)
     for value in wrapped:
         if isinstance(value, FunctionType) and id(value) not in seen:
             yield from code_of(value, seen)
-
-
-def _is_filled(cell: Any) -> bool:
-    try:
-        cell.cell_contents  # noqa: B018
-    except ValueError:
-        return False
-    return True
 
 
 def _is_mentioned_elsewhere(name: str, dead: list[list[CodeType]]) -> bool:
