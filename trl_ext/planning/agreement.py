@@ -30,7 +30,15 @@ _OF_CODE = frozenset(
 )
 # Facts that follow from others or from the model's randomness, and a path, which may differ between nodes
 _NOT_COMPARED = frozenset(
-    {"shares_prompts", "is_packed", "own_reference", "randomness", "draws_for_batch", "noise_of_batch", "folder"}
+    {
+        "shares_prompts",
+        "is_packed",
+        "own_reference",
+        "randomness",
+        "draws_for_batch",
+        "noise_of_batch",
+        "folder",
+    }
 )
 
 
