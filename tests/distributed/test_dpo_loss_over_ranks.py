@@ -14,6 +14,8 @@ from ranks import Rank, run_on_ranks
 from tiny import REFERENCE_SEED, Workshop, preferences
 from trained_weights import far
 
+NOT_COMPARED = {"train_runtime", "train_samples_per_second", "train_steps_per_second", "total_flos"}
+
 
 def trained(library: Any, rank: Rank, folder: str, **config: Any) -> dict[str, Any]:
     workshop = Workshop(Path(os.environ["TINY_ROOT"]))
@@ -50,5 +52,6 @@ def test_a_loss_over_the_tokens_of_all_ranks_is_that_of_trl(
         assert far(ours["weights"], stock["weights"]) <= 1e-5
         assert far(of_a_rank["weights"], stock["weights"]) > 1e-5  # the ranks have different numbers of tokens
         for mine, theirs in zip(ours["logs"], stock["logs"], strict=True):
-            for name in ("loss", "entropy", "logps/chosen", "rewards/margins", "mean_token_accuracy", "num_tokens"):
-                assert mine.get(name) == pytest.approx(theirs.get(name), rel=1e-5, abs=1e-6), name
+            assert mine.keys() >= theirs.keys() - NOT_COMPARED
+            for name in theirs.keys() - NOT_COMPARED:
+                assert mine[name] == pytest.approx(theirs[name], rel=1e-5, abs=1e-6), name

@@ -44,43 +44,55 @@ class DPOPlan(ReferencePlan):
 
 def plan_dpo(facts: DPOFacts) -> DPOPlan:
     """Return the plan that follows from `facts`."""
-    names = " and ".join(f"`{name}`" for name in facts.with_columns)
-    columns = f"Rows of {names} have reference log-probs (`ref_chosen_logps`, `ref_rejected_logps`). " if names else ""
-    only_columns = bool(names) and set(facts.with_columns) == set(facts.datasets)
-    if only_columns:
+    has_columns = bool(facts.with_columns)
+    has_only_columns = has_columns and set(facts.with_columns) == set(facts.datasets)
+    if has_only_columns:
         # The store may never be needed, so nothing is hashed for it
         facts = replace(facts, storage=facts.storage.replace("disk", "memory"))
     source, reference, durable = _reference(facts)
     policy = Decision("policy", "run", "Scores every pair, as in TRL.", routine=True)
-    others = f"For other data: {reference.reason[0].lower()}{reference.reason[1:]}"
+    names = " and ".join(f"`{name}`" for name in facts.with_columns)
+    columns_reason = (
+        f"Rows of {names} have reference log-probs (`ref_chosen_logps`, `ref_rejected_logps`). For other data: "
+        f"{reference.reason[0].lower()}{reference.reason[1:]}"
+    )
     if facts.own_loss is not None:
         policy, reference = left_to_own_loss(facts.own_loss)
-    elif only_columns:
-        reference = Decision("reference", "reuse", f"{columns}{others}")
-    elif columns:
-        reference = replace(reference, reason=f"{columns}{others}")
-    policy, splits, merges = _in_parts(facts, policy)
+    elif has_only_columns:
+        reference = Decision("reference", "reuse", columns_reason)
+    elif has_columns:
+        reference = replace(reference, reason=columns_reason)
+    parts = _parts(facts, policy)
     balance = _balance(facts)
     return DPOPlan(
-        decisions=(policy, reference, balance),
+        decisions=(parts.policy, reference, balance),
         facts=facts,
         source=source,
         durable=durable,
         balances=balance.action == "run",
-        splits=splits,
-        merges=merges,
+        splits=parts.splits,
+        merges=parts.merges,
     )
 
 
-def _in_parts(facts: DPOFacts, policy: Decision) -> tuple[Decision, bool, bool]:
-    """Return the decision on the policy's pass; whether micro-batches run in parts, and those of a step together."""
-    budget, reason = facts.max_tokens_per_micro_batch, _micro_batch_reason(facts)
+@dataclass(frozen=True)
+class _Parts:
+    """The decision on the policy's pass, with `splits` and `merges` of the plan."""
+
+    policy: Decision
+    splits: bool = False
+    merges: bool = False
+
+
+def _parts(facts: DPOFacts, policy: Decision) -> _Parts:
+    budget = facts.max_tokens_per_micro_batch
     if budget is None:
-        return policy, False, False
+        return _Parts(policy)
+    reason = _micro_batch_reason(facts)
     if not _overrides_loss(facts) and not all(dpo_loss_type(name).is_known for name in facts.loss_types):
         # No error: the loss may be separable by pair, and then the user can do nothing about it
-        apart = f"`max_tokens_per_micro_batch={budget}` limits only the reference's pass: {reason}."
-        return replace(policy, reason=f"{policy.reason} {apart}", routine=False), False, False
+        unused = f"`max_tokens_per_micro_batch={budget}` limits only the reference's pass: {reason}."
+        return _Parts(replace(policy, reason=f"{policy.reason} {unused}", routine=False))
     if steps_in_backward(facts.optimizer):
         reason = f"the optimizer `{facts.optimizer}` would step after the backward of each part"
     if reason is not None:
@@ -91,13 +103,14 @@ def _in_parts(facts: DPOFacts, policy: Decision) -> tuple[Decision, bool, bool]:
     merges = facts.own_step is None
     which = "The micro-batches of an optimizer step run together," if merges else "Each micro-batch runs"
     parts = f"{which} in parts of at most {budget} tokens, or one pair (`max_tokens_per_micro_batch`)."
-    return Decision("policy", "run", parts), True, merges
+    return _Parts(Decision("policy", "run", parts), splits=True, merges=merges)
 
 
 def _balance(facts: DPOFacts) -> Decision:
     """Return the decision on moving pairs between ranks and micro-batches."""
-    reason, alone = _micro_batch_reason(facts), facts.processes == 1
-    if alone:
+    has_one_rank = facts.processes == 1
+    reason = _micro_batch_reason(facts)
+    if has_one_rank:
         reason = "there is one rank"
     elif not facts.balance:
         reason = "`balance=False`"
@@ -106,7 +119,7 @@ def _balance(facts: DPOFacts) -> Decision:
     elif reason is None and not facts.is_packed:
         reason = "batches stay padded, so each pair has as many tokens as the longest"
     if reason is not None:
-        return Decision("balance", "skip", f"Pairs stay where they are: {reason}.", routine=alone)
+        return Decision("balance", "skip", f"Pairs stay where they are: {reason}.", routine=has_one_rank)
     moved = (
         "Within an optimizer step, pairs move between ranks and micro-batches, so that all have about the same cost. "
         "The gradient of the step is the same."
