@@ -139,5 +139,5 @@ def smoothing_term(
     """
     if convention == "megatron":
         smoothing *= vocabulary / (vocabulary - 1)
-    counted = mask.bool()
-    return smoothing * (log_probs[counted] - mean_log_probs[counted]).mean()
+    is_scored = mask.bool()
+    return smoothing * (log_probs[is_scored] - mean_log_probs[is_scored]).mean()

@@ -41,10 +41,10 @@ class RewardCollator:
 
     def __call__(self, examples: list[dict[str, Any]]) -> Any:
         # Read first, because a collator may remove a column from the examples
-        given = {column: [example.get(column) for example in examples] for column in REWARD_COLUMNS}
+        rewards = {column: [example.get(column) for example in examples] for column in REWARD_COLUMNS}
         batch = self.collator(examples)
-        for column, values in given.items():
+        for column, values in rewards.items():
             if column not in batch:
-                named = ((x, column, f"row {row} of a batch of {len(values)}") for row, x in enumerate(values))
-                batch[column] = torch.tensor([check_reward(*x) for x in named])
+                places = ((x, column, f"row {row} of a batch of {len(values)}") for row, x in enumerate(values))
+                batch[column] = torch.tensor([check_reward(*x) for x in places])
         return batch

@@ -80,10 +80,10 @@ class DPOBatches:
 
     def _pairs(self, samples: list[Any], columns: dict[str, Column]) -> dict[str, Tensor]:
         """Return the pairs of micro-batches, one item for each; none if they must stay where they are."""
-        known = {*PAIR_COLUMNS, "input_ids", "attention_mask", "completion_mask"}
+        supported_names = {*PAIR_COLUMNS, "input_ids", "attention_mask", "completion_mask"}
         names = samples[0].keys()
         alike = all(x.keys() == names and len(x["input_ids"]) == len(samples[0]["input_ids"]) for x in samples)
-        if not alike or not names <= known or internals.has_repeats(self.trainer):
+        if not alike or not names <= supported_names or internals.has_repeats(self.trainer):
             return {}
         one = torch.ones_like(samples[0]["attention_mask"][:, :1])
         if any((x["attention_mask"].diff(dim=1, prepend=one) > 0).any() for x in samples):  # padded elsewhere
@@ -115,13 +115,15 @@ def sequence_tokens(batch: dict[str, Tensor], packing: PackingPlan) -> RowTokens
 
 def pair_tokens(batch: dict[str, Tensor], packing: PackingPlan) -> RowTokens:
     """Return the tokens of each pair of a batch: the prompt once, where rows share it, and both completions."""
-    rows, every = sequence_tokens(batch, packing), len(batch["input_ids"]) // 2
-    prompts, scored = rows.prompt_tokens_B, rows.scored_tokens_B
-    own = [sum(rows.own_tokens_B[pair::every]) for pair in range(every)]
-    for pair, prompt in enumerate(rows.prompt_B[:every]):
-        if prompt == UNSHARED or prompt != rows.prompt_B[every + pair]:  # the prompt is computed twice
-            own[pair] += prompts[every + pair]
-    return RowTokens(rows.prompt_B[:every], prompts[:every], own, [sum(scored[pair::every]) for pair in range(every)])
+    rows = sequence_tokens(batch, packing)
+    pairs = len(batch["input_ids"]) // 2
+    prompts = rows.prompt_tokens_B
+    unshared = [sum(rows.own_tokens_B[pair::pairs]) for pair in range(pairs)]
+    for pair, prompt in enumerate(rows.prompt_B[:pairs]):
+        if prompt == UNSHARED or prompt != rows.prompt_B[pairs + pair]:  # the prompt is computed twice
+            unshared[pair] += prompts[pairs + pair]
+    scored = [sum(rows.scored_tokens_B[pair::pairs]) for pair in range(pairs)]
+    return RowTokens(rows.prompt_B[:pairs], prompts[:pairs], unshared, scored)
 
 
 def _batch(pairs: dict[str, Tensor], columns: dict[str, Column]) -> dict[str, Tensor]:

@@ -64,7 +64,7 @@ class DPOReference(reference_source.ReferenceSource):
 
     def plan(self) -> DPOPlan:
         args, columns = self.host.args, self.with_columns
-        with_columns = tuple(name for name, there in columns.items() if there)
+        with_columns = tuple(name for name, has_columns in columns.items() if has_columns)
         if self.weights.moves and with_columns:
             raise ValueError(
                 "`sync_ref_model=True` changes the reference, but the columns `ref_chosen_logps` and "

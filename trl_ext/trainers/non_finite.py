@@ -105,10 +105,10 @@ class NonFiniteLoss:
         rows = rows_of()
         if not rows:
             return f"{rank}: log-probs and rewards are finite, but the loss is {loss.item()}."
-        named = []
+        descriptions = []
         for row in list(rows)[:4]:
             ids = prompt_of(row)
             prompt = self.trainer._tokenizer.decode(ids[:16]) + ("..." if len(ids) > 16 else "")
-            named.append(f"row {row} ({', '.join(rows[row])}) of the prompt {prompt!r}")
+            descriptions.append(f"row {row} ({', '.join(rows[row])}) of the prompt {prompt!r}")
         more = f" and {len(rows) - 4} more" if len(rows) > 4 else ""
-        return f"{rank}: {'; '.join(named)}{more}."
+        return f"{rank}: {'; '.join(descriptions)}{more}."

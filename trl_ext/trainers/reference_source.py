@@ -114,13 +114,13 @@ class ReferenceSource:
 
     def _check_own_values(self, instead: str = "Remove the override.") -> None:
         """Raise `ValueError` if `precompute_ref_log_probs` would ignore an override of `compute_ref_log_probs`."""
-        own: Any = type(self.host)
-        if self.host.args.precompute_ref_log_probs and own.compute_ref_log_probs is not (
+        trainer_class: Any = type(self.host)
+        if self.host.args.precompute_ref_log_probs and trainer_class.compute_ref_log_probs is not (
             self.host._trl_trainer.compute_ref_log_probs
         ):
             raise ValueError(
-                f"`precompute_ref_log_probs=True` does not call `{own.__name__}.compute_ref_log_probs`, because "
-                f"trl_ext stores a log-prob per token. {instead}"
+                f"`precompute_ref_log_probs=True` does not call `{trainer_class.__name__}.compute_ref_log_probs`, "
+                f"because trl_ext stores a log-prob per token. {instead}"
             )
 
     def _describe(self) -> None:
@@ -192,7 +192,9 @@ class ReferenceSource:
 
     def _identify(self) -> str:
         """Return the identity of the reference, and keep the facts behind it in `self._facts`."""
-        weights, accelerator, args = self._weights(), self.ranks.accelerator, self.host.args
+        weights = self._weights()
+        accelerator = self.ranks.accelerator
+        args = self.host.args
         gathering = maybe_gather_lm_head_ctx, accelerator.is_main_process
         with (
             nullcontext() if self.weights.policy_reference is None else self.weights.policy_reference.copies_in_place()
@@ -259,7 +261,8 @@ class ReferenceSource:
         trained = self._shared
         varies = self._varies
         if self.kind == "model" and self.host.ref_model is not None:
-            varies = self._varies = self._varies_reason(self._weights())
+            varies = self._varies_reason(self._weights())
+            self._varies = varies
         if self.kind != "model":
             weights = self._weights()
             policy_reference = self.weights.policy_reference
@@ -303,15 +306,23 @@ class ReferenceSource:
     @property
     def stored(self) -> StoredReference:
         if self._stored is None:
-            ranks, identity, variants = self.ranks, "", None
+            ranks = self.ranks
+            identity = ""
+            variants = None
             if self.host.plan.durable and self._identity is not None:
-                identity, is_main = self._identity, ranks.accelerator.is_main_process
-                tolerance = tolerance_of(self._weights(), ranks.accelerator)
-                folder, padded = self.options.folder, self.scorer.padded
-                tokens = getattr(self._weights().base.get_input_embeddings(), "num_embeddings", None)
-                variants = Variants(folder, identity, self._open_store, tolerance, padded, is_main, tokens)
-            exchanges = ranks.gather_counts, ranks.gather_objects, ranks.shared
-            self._stored = StoredReference(MemoryStore(), identity, *exchanges, variants)
+                identity = self._identity
+                variants = Variants(
+                    root=self.options.folder,
+                    identity=identity,
+                    open=self._open_store,
+                    tolerance=tolerance_of(self._weights(), ranks.accelerator),
+                    padded=self.scorer.padded,
+                    is_main=ranks.accelerator.is_main_process,
+                    tokens=getattr(self._weights().base.get_input_embeddings(), "num_embeddings", None),
+                )
+            self._stored = StoredReference(
+                MemoryStore(), identity, ranks.gather_counts, ranks.gather_objects, ranks.shared, variants
+            )
         return self._stored
 
     def _open_store(self, name: str, canary: Canary) -> DiskStore:
@@ -375,15 +386,18 @@ class ReferenceSource:
             return
         if self._identity is None:
             self._identity = self._identify()
-        held = accelerator.unwrap_model(host.ref_model)
-        accelerator._models[:] = [x for x in accelerator._models if accelerator.unwrap_model(x) is not held]
-        del self.scorer.forwards[1:], held
+        model = accelerator.unwrap_model(host.ref_model)
+        accelerator._models[:] = [x for x in accelerator._models if accelerator.unwrap_model(x) is not model]
+        # The last references to the model, whose memory is freed below
+        del self.scorer.forwards[1:]
+        del model
         host.ref_model = None
         clear_device_cache(garbage_collection=True)
 
     def _load_again(self, load: Callable[[], Any]) -> None:
         host = self.host
-        host.ref_model = model = internals.made_as_reference(self.host, load)
+        model = internals.made_as_reference(self.host, load)
+        host.ref_model = model
         host._attach_model(model)
         same = self._identify() == self._identity
         if same:
@@ -403,8 +417,8 @@ class ReferenceSource:
         evaluates, columns = self.host.args.eval_strategy != "no", self.with_columns
         needed = [x for name, x in self.datasets() if not columns[name] and (evaluates or name == "train_dataset")]
         with preserve_random_state():
-            held = all(isinstance(dataset, Dataset) and self._holds(dataset) for dataset in needed)
-        return all(count[0] for count in self.ranks.gather_counts([int(held)]))
+            has_all = all(isinstance(dataset, Dataset) and self._holds(dataset) for dataset in needed)
+        return all(count[0] for count in self.ranks.gather_counts([int(has_all)]))
 
     def _holds(self, dataset: Dataset) -> bool:
         """Return whether the store has this rank's part of `dataset`."""

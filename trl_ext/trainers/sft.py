@@ -93,8 +93,8 @@ class SFTTrainer(ExactTrainer, trl.SFTTrainer):
             unlimited = copy.copy(args)
             unlimited.max_length = None
             few = dataset.select(range(min(_ROWS_PREPARED_AGAIN, len(dataset))))
-            again = prepare(few, args=unlimited, packing=False, dataset_name=dataset_name)
-            if not any(has_label(row["labels"]) for row in again):
+            unlimited_rows = prepare(few, args=unlimited, packing=False, dataset_name=dataset_name)
+            if not any(has_label(row["labels"]) for row in unlimited_rows):
                 refuse_unlabeled("train_dataset")
             check_rows_are_left(prepared, args)
         if not self._makes_labels:
