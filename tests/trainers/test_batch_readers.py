@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from types import MethodType
 from typing import Any
 
 import pytest
@@ -400,6 +401,36 @@ def entropy_in_log_probs(self, original, seen, *args, **kwargs):
     return log_probs if entropies is None else log_probs + 0.05 * entropies, entropies, aux_loss
 
 
+@method("compute_loss")
+def entropy_of_a_hook(self, original, seen, model, inputs, *args, **kwargs):
+    outputs = []
+    hook = self.accelerator.unwrap_model(self.model).register_forward_hook(lambda *given: outputs.append(given[-1]))
+    loss = original.compute_loss(model, inputs, *args, **kwargs)
+    hook.remove()
+    return loss - 0.5 * outputs[-1].entropy.mean()
+
+
+class EntropyInBackward(Change):
+    """Accelerate's `backward` adds a pass's entropy to the loss."""
+
+    def built(self, trainer: Any) -> None:
+        accelerator = trainer.accelerator
+        backward = accelerator.backward
+        inputs = {}
+
+        def before(module: Any, args: Any, given: Any) -> None:
+            if given.get("fused_lm_head"):
+                inputs.update({x: y for x, y in given.items() if x not in ("use_cache", "labels")})
+                inputs["labels"] = given["input_ids"]
+
+        self.hook = trainer.model.register_forward_pre_hook(before, with_kwargs=True)
+
+        def backward_with_entropy(loss: Any, **kwargs: Any) -> None:
+            backward(loss + 0.5 * trainer.model(**{**inputs, "fused_lm_head": True}).entropy.mean(), **kwargs)
+
+        accelerator.backward = backward_with_entropy
+
+
 def bonus_on_the_trainer(original: Any, seen: Readings, model: Any, inputs: Any) -> Any:
     return original(model, inputs) - 0.1 * entropies_of(original.__self__, model, inputs).mean()
 
@@ -446,6 +477,37 @@ def on_the_trainer(name: str, body: Any) -> Callable[[Readings], Change]:
 
     OnTrainer.__name__ = f"OnTrainer-{body.__name__}"
     return OnTrainer
+
+
+class LogOnTrainer(Change):
+    """A method put on the trainer, which reads the buffer."""
+
+    def built(self, trainer: Any) -> None:
+        original = trainer.log
+
+        def log(self_: Any, logs: Any, *args: Any, **kwargs: Any) -> Any:
+            read_buffer(self_, self.seen)
+            return original(logs, *args, **kwargs)
+
+        trainer.log = MethodType(log, trainer)
+
+
+def hook_of(owner: str) -> Callable[[Readings], Change]:
+    """A forward hook of the model, or a hook of the optimizer, that reads the buffer."""
+
+    class Hook(Change):
+        def built(self, trainer: Any) -> None:
+            def read(*args: Any) -> None:
+                if trainer.model.training and torch.is_grad_enabled():
+                    read_buffer(trainer, self.seen)
+
+            if owner == "model":
+                trainer.model.register_forward_pre_hook(read)
+            else:
+                trainer.create_optimizer().register_step_pre_hook(read)
+
+    Hook.__name__ = f"Hook-{owner}"
+    return Hook
 
 
 def read_after(original: Any, seen: Readings, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
@@ -500,7 +562,11 @@ CASES = [
     (subclass(loss_with_old_log_probs_after), case("rloo")),
     (between(centred_log_probs), case("rloo")),
     (subclass(entropy_bonus), case(**ALIGNED, steps=2)),
+    (between(entropy_bonus), case(**ALIGNED, steps=2)),
+    (LogOnTrainer, case(**ITERATIONS)),
+    (hook_of("model"), case(**ITERATIONS)),
     (on_the_trainer("_compute_loss", bonus_on_the_trainer), case(**ALIGNED, steps=2)),
+    (subclass(entropy_of_a_hook), case("sft", steps=2)),
     *((subclass(batch_seen_before_and_after), case(x, precompute_ref_log_probs=True, steps=2)) for x in ("dpo", "kto")),
     *((subclass(without_the_last_token), case(x, steps=2)) for x in ("dpo", "kto")),
 ]
@@ -515,6 +581,11 @@ SLOW = [
     # Centred log-probs of other batches give ratios that TRL clips in every row
     *((subclass(x), case("rloo", **BOTH, beta=0.05)) for x in OF_RLOO if x is not centred_log_probs),
     *((subclass(x), case(trainer, **ALIGNED)) for x in ENTROPIES for trainer in ("grpo", "rloo")),
+    *((kind(entropy_bonus), case("rloo", **ALIGNED, steps=2)) for kind in (between, in_place_of_trls)),
+    (in_place_of_trls(entropy_bonus), case(**ALIGNED, steps=2)),
+    *((subclass(entropy_of_a_hook), case(x, steps=2)) for x in ("dpo", "kto")),
+    (hook_of("optimizer"), case(**ITERATIONS)),
+    *((EntropyInBackward, case(x, steps=2)) for x in ("sft", "dpo", "kto")),
     *((callback(helper, event), case(**BOTH)) for event in EVENTS),
     *((callback(read_buffer, event), case("rloo", **ALIGNED)) for event in EVENTS),
     (WithRollout, case(**BOTH, rollout="reads")),

@@ -36,6 +36,11 @@ def overrides_below(trainer: Any, *methods: str) -> str | None:
     return next((x for x in methods if _is_overridden(trainer, x, below)), None)
 
 
+def replaces_backward(accelerator: Any) -> bool:
+    """Whether code of the user runs in place of Accelerate's `backward`, and may add to the loss."""
+    return _is_users(getattr(accelerator, "backward", None))
+
+
 def _ours(trainer: Any) -> type:
     return next(cls for cls in type(trainer).__mro__ if "_trl_trainer" in vars(cls))
 

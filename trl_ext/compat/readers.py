@@ -3,6 +3,7 @@
 import functools
 import sys
 import types
+from collections.abc import Iterator
 from typing import Any
 
 from ..functions import closure_of, nested_codes, package_of
@@ -11,6 +12,7 @@ from .overrides import LIBRARIES, LOSS, STEP, overrides
 # The names through which code that gets no micro-batch reaches one
 _SOURCES = frozenset({"_buffered_inputs", "_prepare_inputs", "_generate_and_score_completions"})
 
+_FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
 _MOST_ITEMS = 100  # of a container; more are data
 
 
@@ -25,10 +27,25 @@ def batch_reader(trainer: Any) -> str | None:
     for name, value in (x for cls in type(trainer).__mro__ for x in vars(cls).items()):
         if _reads(value):
             return f"has the method `{name}`, which reads generation batches"
-    for name in ("rollout_func", "reward_funcs", "data_collator"):
+    for name, value in vars(trainer).items():
+        if isinstance(value, _FUNCTIONS) and _reads(value):
+            return f"has `{name}` that reads generation batches"
+    for name in ("rollout_func", "reward_funcs", "data_collator", "compute_metrics"):
         if _reads(getattr(trainer, name, None)):
             return f"has `{name}` that reads generation batches"
+    if any(_Search(package="").finds(hook) for hook in _hooks(trainer)):  # not the hooks of engines
+        return "has a hook that reads generation batches"
     return None
+
+
+def _hooks(trainer: Any) -> Iterator[Any]:
+    """Yield the hooks of the model's modules and of the optimizer."""
+    for module in trainer.model.modules():
+        for hooks in (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks):
+            yield from hooks.values()
+    optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)  # Accelerate's wraps it
+    for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
+        yield from getattr(optimizer, name, {}).values()
 
 
 def _reads(value: Any) -> bool:
@@ -41,7 +58,7 @@ class _Search:
     """A search through functions, and through the objects and helpers that they hold or name.
 
     Args:
-        package (`str`): the package of the first object, which is searched even if it is installed.
+        package (`str`): the package of the first object, which is searched even if it is installed; empty if not.
     """
 
     def __init__(self, package: str) -> None:

@@ -56,10 +56,10 @@ class Scorer:
             self.policy.options = replace(self.policy.options, entropy_requires_grad=requires_grad)
 
     @contextmanager
-    def without_entropy_gradient(self) -> Iterator[None]:
-        """Leave the entropy without a gradient in the `with` block, which saves a product with the vocabulary."""
+    def entropy_gradient(self, requires_grad: bool) -> Iterator[None]:
+        """Set in the `with` block whether the entropy has a gradient, which costs a product with the vocabulary."""
         before = self.policy.options.entropy_requires_grad
-        self.set_entropy_gradient(False)
+        self.set_entropy_gradient(requires_grad)
         try:
             yield
         finally:

@@ -31,7 +31,7 @@ from ..checks.best_metric import check_best_metric, check_given_metrics, has_no_
 from ..checks.overrides import check_overrides
 from ..compat import check_deepspeed
 from ..compat.choices import REPLACEABLE
-from ..compat.overrides import LOSS, PASS, STEP, overrides
+from ..compat.overrides import LOSS, PASS, STEP, overrides, overrides_below, replaces_backward
 from ..compat.replaced import built_with, next_of, replaced, unrecorded_pass
 from ..config import AddedFields, AddedReferenceFields
 from ..distributed.detect import detect_engine, engine_mismatch, requested_engine
@@ -41,6 +41,7 @@ from ..distributed.ranks import Ranks
 from ..heads.kernels.work import triton_unavailable_reason
 from ..host.activations import ActivationsOnHost
 from ..losses.loss_types import unknown_loss_types
+from ..packing.hooks import has_users_hook
 from ..packing.randomness import NEFTUNE, Randomness, randomness_of
 from ..planning.agreement import agreed, compared
 from ..planning.plan import (
@@ -228,13 +229,14 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
     def _entropy_has_gradient(self) -> bool:
         """Whether a loss may send a gradient through the entropy. TRL's entropy always has one, which costs a pass."""
         # If code of the user is on some ranks only, all have the same passes over a sharded head
-        is_read = overrides(self, *STEP, *LOSS, PASS) is not None or bool(self._facts_of_ranks)
-        return is_read or bool(self._unknown_loss_types)
+        reads_batches = overrides(self, *STEP, *LOSS, PASS) is not None or replaces_backward(self.accelerator)
+        return reads_batches or bool(self._facts_of_ranks) or bool(self._unknown_loss_types)
 
     def _loss_reads_entropy(self) -> bool:
         """Whether more than TRL's loss reads the entropy of the pass that our `compute_loss` runs."""
-        is_read = overrides(self, *LOSS, PASS) is not None or bool(self._facts_of_ranks)
-        return is_read or bool(self._unknown_loss_types)
+        # `super()` of ours is then code of the user, which may run passes itself
+        is_read = overrides_below(self, "compute_loss") is not None or overrides(self, *LOSS, PASS) is not None
+        return is_read or bool(self._facts_of_ranks) or bool(self._unknown_loss_types)
 
     @property
     def _unknown_loss_types(self) -> list[str]:
@@ -548,8 +550,13 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
     @contextmanager
     def _policy_scored(self, by: str | None = None, return_outputs: bool = False) -> Iterator[None]:
         """Require our forward to score the policy in the block. If a subclass's method `by` does it instead, warn."""
-        reads_entropy = return_outputs or self._loss_reads_entropy()
-        entropy = nullcontext() if reads_entropy else self._scorer.without_entropy_gradient()
+        entropy: AbstractContextManager[None]
+        if has_users_hook(self.model_wrapped):  # it gets the outputs of a forward, so a loss may read their entropy
+            entropy = self._scorer.entropy_gradient(True)
+        elif return_outputs or self._loss_reads_entropy():
+            entropy = nullcontext()
+        else:
+            entropy = self._scorer.entropy_gradient(False)
         with self._scorer.policy_scored(by is None), entropy:
             yield
         if by is not None and not self._scorer.policy.was_called and self._scored_elsewhere is None:
