@@ -40,16 +40,16 @@ def with_help(cls: Any) -> Any:
     """Make the string below each field of a dataclass its `help` on the command line."""
     by_name = {x.name: x for x in fields(cls)}
     try:
-        stated_in_class: Any = ast.parse(inspect.getsource(cls)).body[0]
+        class_source: Any = ast.parse(inspect.getsource(cls)).body[0]
     except OSError:  # installed without sources: the fields have no help
         return cls
-    for stated, text in pairwise(stated_in_class.body):
-        if isinstance(stated, ast.AnnAssign) and isinstance(text, ast.Expr):
-            of_class = by_name[ast.unparse(stated.target)]
+    for declaration, text in pairwise(class_source.body):
+        if isinstance(declaration, ast.AnnAssign) and isinstance(text, ast.Expr):
+            field_of_class = by_name[ast.unparse(declaration.target)]
             help_text = " ".join(ast.literal_eval(text.value).split())
             # A bare flag means True, as for any bool of TRL's
-            flag = {"nargs": "?", "const": True} if of_class.type == bool | None else {}
-            of_class.metadata = MappingProxyType({**of_class.metadata, **flag, "help": help_text})
+            flag = {"nargs": "?", "const": True} if field_of_class.type == bool | None else {}
+            field_of_class.metadata = MappingProxyType({**field_of_class.metadata, **flag, "help": help_text})
     return cls
 
 
@@ -370,10 +370,10 @@ def _arguments_of(added: Any) -> str:
     """Return the `Args:` section of a docstring, in TRL's form."""
     lines = ["    Args:"]
     for x in fields(added):
-        kind = x.type.__name__ if isinstance(x.type, type) else str(x.type).removesuffix(" | None")
-        shown = f'"{x.default}"' if isinstance(x.default, str) else x.default
-        default = "" if x.default is None else f", defaults to `{shown}`"
-        lines.append(f"        {x.name} (`{kind}`, *optional*{default}):")
+        type_name = x.type.__name__ if isinstance(x.type, type) else str(x.type).removesuffix(" | None")
+        default_text = f'"{x.default}"' if isinstance(x.default, str) else x.default
+        default = "" if x.default is None else f", defaults to `{default_text}`"
+        lines.append(f"        {x.name} (`{type_name}`, *optional*{default}):")
         lines.append(textwrap.indent(textwrap.fill(x.metadata.get("help", ""), 107, break_on_hyphens=False), " " * 12))
     return "\n".join([*lines, "    "])
 
@@ -407,30 +407,31 @@ def check_loss_types(config: Any) -> None:
                     f"Only RPO uses `{name}={value!r}`, and `loss_type={loss_types}` has no RPO. Add one "
                     f"of {sorted(READ_REWARDS)}, or leave the field out."
                 )
-    own = [name for name in loss_types if name in PREFERENCE_LOSSES]
-    if not own:
+    our_loss_types = [name for name in loss_types if name in PREFERENCE_LOSSES]
+    if not our_loss_types:
         return
     for name, default in (("ld_alpha", None), ("f_divergence_type", "reverse_kl"), ("use_weighting", False)):
         value = getattr(config, name)
         if value != default:
             raise ValueError(
-                f"`{name}={value!r}` is not defined for {own[0]!r}, a loss type that TRL does not have. Set "
+                f"`{name}={value!r}` is not defined for {our_loss_types[0]!r}, a loss type that TRL does not have. Set "
                 f"`{name}={default!r}`, or use only TRL's loss types."
             )
-    if "cdpo" in own and not 0 <= smoothing < 0.5:
+    if "cdpo" in our_loss_types and not 0 <= smoothing < 0.5:
         raise ValueError(
             f"`label_smoothing` is the share of flipped labels: for 'cdpo' it must be in [0, 0.5), got {smoothing!r}."
         )
-    refusing = next((name for name in loss_types if dpo_loss_type(name).label_smoothing == "refused"), None)
-    if smoothing and refusing:
+    refusing_loss_type = next((name for name in loss_types if dpo_loss_type(name).label_smoothing == "refused"), None)
+    if smoothing and refusing_loss_type:
         raise ValueError(
-            f"`label_smoothing={smoothing!r}` does not apply to {refusing!r}: its loss is not the log-likelihood of a "
-            f"label. Remove {refusing!r} from `loss_type={loss_types}`, or set `label_smoothing=0.0`."
+            f"`label_smoothing={smoothing!r}` does not apply to {refusing_loss_type!r}: its loss is not the "
+            f"log-likelihood of a label. Remove {refusing_loss_type!r} from `loss_type={loss_types}`, or set "
+            "`label_smoothing=0.0`."
         )
     if smoothing and not any(dpo_loss_type(name).label_smoothing == "read" for name in loss_types):
         raise ValueError(
-            f"{own[0]!r} does not read `label_smoothing={smoothing!r}`: its soft labels come from the rewards. Set "
-            "`label_smoothing=0.0`."
+            f"{our_loss_types[0]!r} does not read `label_smoothing={smoothing!r}`: its soft labels come from the "
+            "rewards. Set `label_smoothing=0.0`."
         )
 
 

@@ -222,11 +222,15 @@ def check_rloo_arguments(config: Any, *, own_loss: bool, own_advantages: bool, o
         _check_clip_range(config.reward_clip_range)
 
 
-def _check_clip_range(given: Any) -> None:
-    bounds = [x for x in given if x is not None] if isinstance(given, list | tuple) and len(given) == 2 else [""]
+def _check_clip_range(clip_range: Any) -> None:
+    bounds = (
+        [x for x in clip_range if x is not None]
+        if isinstance(clip_range, list | tuple) and len(clip_range) == 2
+        else [""]
+    )
     if not bounds or not all(hasattr(x, "__float__") for x in bounds) or bounds[0] > bounds[-1]:
         raise ValueError(
-            f"`reward_clip_range` must be the lowest and the highest reward, such as (-1.0, 1.0), got {given!r}. "
+            f"`reward_clip_range` must be the lowest and the highest reward, such as (-1.0, 1.0), got {clip_range!r}. "
             "Change it, or leave it out."
         )
 
@@ -287,18 +291,18 @@ def check_completion_length(config: Any, model: Any) -> None:
     Only warn also if something else may end completions in time: vLLM, or `max_new_tokens` in `generation_kwargs`.
     """
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    asked = config.max_completion_length
-    if positions is None or asked is None or asked < positions:
+    completion_length = config.max_completion_length
+    if positions is None or completion_length is None or completion_length < positions:
         return
     ends_before = config.use_vllm or "max_new_tokens" in (config.generation_kwargs or {})
     if has_position_table(model, positions) and not ends_before:
         raise ValueError(
-            f"`max_completion_length={asked}` leaves no room for a prompt: the model has positions for {positions} "
-            "tokens (`max_position_embeddings`). Lower it, or use a model for longer sequences."
+            f"`max_completion_length={completion_length}` leaves no room for a prompt: the model has positions for "
+            f"{positions} tokens (`max_position_embeddings`). Lower it, or use a model for longer sequences."
         )
     logger.warning(
-        f"`max_completion_length={asked}` is not less than the {positions} tokens that the model was made for "
-        "(`max_position_embeddings`)."
+        f"`max_completion_length={completion_length}` is not less than the {positions} tokens that the model was "
+        "made for (`max_position_embeddings`)."
     )
 
 
@@ -339,26 +343,26 @@ def bound_arguments(
     of_config = [x.name for x in (*fields(config), *fields(added))]
     refuse_unknown(name, keywords, list(signature.parameters), config=config.__name__, of_config=of_config)
     try:
-        given = signature.bind(*positional, **keywords).arguments
+        arguments = signature.bind(*positional, **keywords).arguments
     except TypeError as error:
         raise TypeError(f"{name}.__init__() {error}.") from None
     for argument in ("model", "ref_model", "reward_funcs"):
-        value = given.get(argument)
+        value = arguments.get(argument)
         if isinstance(value, os.PathLike):
-            given[argument] = os.fspath(value)
+            arguments[argument] = os.fspath(value)
         elif isinstance(value, list) and any(isinstance(x, os.PathLike) for x in value):
-            given[argument] = [os.fspath(x) if isinstance(x, os.PathLike) else x for x in value]
-    return given
+            arguments[argument] = [os.fspath(x) if isinstance(x, os.PathLike) else x for x in value]
+    return arguments
 
 
-def check_given(name: str, given: dict[str, Any], config: Any, wanted: type) -> None:
+def check_given(name: str, arguments: dict[str, Any], config: Any, config_class: type) -> None:
     """Raise `ValueError` or `TypeError` for a wrong argument of the trainer `name`; `wanted` is its config class."""
-    if config is not None and not all(hasattr(config, field.name) for field in fields(wanted)):
+    if config is not None and not all(hasattr(config, field.name) for field in fields(config_class)):
         got = type(config).__name__
-        raise TypeError(f"`args` of `{name}` is a `{got}`. Pass a `{wanted.__name__}` with these values.")
+        raise TypeError(f"`args` of `{name}` is a `{got}`. Pass a `{config_class.__name__}` with these values.")
     if config is not None:
         check_numbers(config)
-    model, peft_config = given["model"], given.get("peft_config")
+    model, peft_config = arguments["model"], arguments.get("peft_config")
     if model is None:
         raise ValueError(f"`model` of `{name}` is None. Pass a model, its name or its folder.")
     if isinstance(uncompiled(model), PeftMixedModel):
@@ -367,7 +371,7 @@ def check_given(name: str, given: dict[str, Any], config: Any, wanted: type) -> 
             "save. Pass a `PeftModel`."
         )
     _check_model(model, config)
-    rewards = given.get("reward_funcs")
+    rewards = arguments.get("reward_funcs")
     for reward in rewards if isinstance(rewards, list) else [rewards]:
         _check_reward_model(reward, config)
     task = getattr(peft_config, "task_type", None)
@@ -376,7 +380,7 @@ def check_given(name: str, given: dict[str, Any], config: Any, wanted: type) -> 
             f"`peft_config` has `task_type={str(getattr(task, 'value', task))!r}`, but `model` is a causal language "
             "model. Set `task_type='CAUSAL_LM'`."
         )
-    ref_model, collator = given.get("ref_model"), given.get("data_collator")
+    ref_model, collator = arguments.get("ref_model"), arguments.get("data_collator")
     if isinstance(ref_model, str):
         raise TypeError(
             f"`ref_model={ref_model!r}` is a name, but must be a model. Load it with "
@@ -384,21 +388,21 @@ def check_given(name: str, given: dict[str, Any], config: Any, wanted: type) -> 
         )
     if collator is not None and not callable(collator):
         raise TypeError(f"`data_collator` must be a function or an object of a collator's class, got {collator!r}.")
-    callbacks = given.get("callbacks")
+    callbacks = arguments.get("callbacks")
     if callbacks is not None and not isinstance(callbacks, list):
         got = f"a `{type(callbacks).__name__}`"
         got = f"the class `{callbacks.__name__}`" if isinstance(callbacks, type) else got
         raise TypeError(f"`callbacks` must be a list, got {got}. Write `callbacks=[...]`.")
-    tokenizer: Any = getattr(given.get("processing_class"), "tokenizer", given.get("processing_class"))
-    pads_otherwise = getattr(config, "pad_token", None) is not None or given.get("data_collator") is not None
+    tokenizer: Any = getattr(arguments.get("processing_class"), "tokenizer", arguments.get("processing_class"))
+    pads_otherwise = getattr(config, "pad_token", None) is not None or arguments.get("data_collator") is not None
     is_tokenizer = isinstance(tokenizer, PreTrainedTokenizerBase)
     if is_tokenizer and not pads_otherwise and tokenizer.pad_token is None and tokenizer.eos_token is None:
         raise ValueError(
             "`processing_class` has neither a `pad_token` nor an `eos_token`. Set one: "
             '`processing_class.pad_token = "..."`.'
         )
-    if given.get("train_dataset") is not None:
-        check_dataset(given["train_dataset"], "train_dataset")
+    if arguments.get("train_dataset") is not None:
+        check_dataset(arguments["train_dataset"], "train_dataset")
 
 
 def _check_model(model: Any, config: Any) -> None:
@@ -450,8 +454,8 @@ def _architecture(argument: str, name: str, config: Any) -> str | None:
     options, folder = getattr(config, "model_init_kwargs", None) or {}, name
     if not os.path.exists(name):
         try:
-            of_cache = {x: options[x] for x in ("revision", "cache_dir") if x in options}
-            folder = snapshot_download(name, **of_cache, local_files_only=True)
+            cache_options = {x: options[x] for x in ("revision", "cache_dir") if x in options}
+            folder = snapshot_download(name, **cache_options, local_files_only=True)
         except HFValidationError:
             raise ValueError(
                 f"`{argument}={name!r}` is neither a local folder nor a name on the Hub. Correct the path."
@@ -464,10 +468,10 @@ def _architecture(argument: str, name: str, config: Any) -> str | None:
                 "path, or download it."
             ) from None
     try:
-        saved = json.loads(Path(folder, "config.json").read_text())
+        saved_config = json.loads(Path(folder, "config.json").read_text())
     except (OSError, ValueError):
         return None
-    return next(iter(saved.get("architectures") or ()), None)
+    return next(iter(saved_config.get("architectures") or ()), None)
 
 
 def adapter_padding_reason(model: Any) -> str | None:
@@ -511,10 +515,10 @@ def check_groups(args: Any, ranks: Ranks) -> None:
     groups = [(ranks.tensor_parallel, "tensor parallelism")] if ranks.tensor_parallel is not None else []
     if ranks.sequence is not None:
         groups.append((ranks.sequence.ranks, f"`{ranks.sequence.kind}_size={ranks.sequence.size}`"))
-    for group, asked in groups:
+    for group, cause in groups:
         if sampler is not None:
             raise ValueError(
-                f"With {asked} the ranks of a group would sample different completions under `{sampler}=True`. Set it "
+                f"With {cause} the ranks of a group would sample different completions under `{sampler}=True`. Set it "
                 "to False."
             )
         args.generation_batch_size = args.per_device_train_batch_size * group.copies * args.steps_per_generation
@@ -525,7 +529,7 @@ def check_groups(args: Any, ranks: Ranks) -> None:
         for mode, rows, generations in sizes:
             if rows % generations:
                 raise ValueError(
-                    f"With {asked}, each group of {group.size} ranks gets the same prompts. A generation batch has "
+                    f"With {cause}, each group of {group.size} ranks gets the same prompts. A generation batch has "
                     f"{rows} rows (`per_device_{mode}_batch_size` x {group.copies} groups"
                     f"{' x `steps_per_generation`' * (mode == 'train')}), but must be a multiple of `num_generations`, "
                     f"which is {generations}. Multiply `per_device_{mode}_batch_size` by {group.size}."

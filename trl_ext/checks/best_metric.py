@@ -33,23 +33,25 @@ def check_best_metric(trainer: Any) -> None:
     args = trainer.args
     if args.metric_for_best_model is None or args.eval_strategy == "no":
         return
-    asked = _full_name(args.metric_for_best_model)
+    metric = _full_name(args.metric_for_best_model)
     several = isinstance(trainer.eval_dataset, Mapping)
     sets = [f"eval_{name}_" for name in trainer.eval_dataset] if several else ["eval_"]
-    of_trl = _metrics_of_trl(trainer)
-    known = [f"{x}{name}" for x in sets for name in _OF_EACH_SET]
-    known += [f"{x}{name}" for x in dict.fromkeys(("eval_", *sets)) for name in of_trl]
+    trl_metrics = _metrics_of_trl(trainer)
+    known_metrics = [f"{x}{name}" for x in sets for name in _OF_EACH_SET]
+    known_metrics += [f"{x}{name}" for x in dict.fromkeys(("eval_", *sets)) for name in trl_metrics]
     unlisted = [f"{x}{name}" for x in sets for name in (*_ALSO_OF_EACH_SET, *_ADDED)]
-    is_of_last_set = several and any(fnmatchcase(asked, f"eval_{name}") for name in of_trl)
-    if is_of_last_set and not any(asked.startswith(x) for x in sets):
-        of_sets = ", ".join(f"'{x}{asked.removeprefix('eval_')}'" for x in sets)
+    is_of_last_set = several and any(fnmatchcase(metric, f"eval_{name}") for name in trl_metrics)
+    if is_of_last_set and not any(metric.startswith(x) for x in sets):
+        metrics_of_sets = ", ".join(f"'{x}{metric.removeprefix('eval_')}'" for x in sets)
         logger.warning(
             f"`metric_for_best_model={args.metric_for_best_model!r}` is that of the last of several evaluation sets. "
-            f"To name one, choose from: {of_sets}."
+            f"To name one, choose from: {metrics_of_sets}."
         )
-    if any(fnmatchcase(asked, name) for name in (*known, *unlisted)) or _gives_other_metrics(trainer):
+    if any(fnmatchcase(metric, name) for name in (*known_metrics, *unlisted)) or _gives_other_metrics(trainer):
         return
-    raise ValueError(f"Unknown `metric_for_best_model` {args.metric_for_best_model!r}. {_choices(asked, known)}")
+    raise ValueError(
+        f"Unknown `metric_for_best_model` {args.metric_for_best_model!r}. {_choices(metric, known_metrics)}"
+    )
 
 
 def check_given_metrics(trainer: Any, metrics: Mapping[str, Any], trial: Any) -> None:
@@ -75,9 +77,9 @@ def _full_name(name: str) -> str:
     return name if name.startswith("eval_") else f"eval_{name}"
 
 
-def _choices(asked: str, known: list[str]) -> str:
-    closest = difflib.get_close_matches(asked, known, n=_SHOWN, cutoff=0.0)
-    more = ", and others" if len(known) > _SHOWN else ""
+def _choices(metric: str, known_metrics: list[str]) -> str:
+    closest = difflib.get_close_matches(metric, known_metrics, n=_SHOWN, cutoff=0.0)
+    more = ", and others" if len(known_metrics) > _SHOWN else ""
     return f"The evaluation gives: {', '.join(map(repr, closest))}{more}."
 
 

@@ -111,8 +111,8 @@ def checked_rows(
     if columns or "input_ids" not in row:  # TRL does not render rows that have token ids
         _check_options(dataset, name)
     prompts = [x for x in row if x.lower() in PROMPT_NAMES]
-    read = (*columns, *prompts, "tools", "chat_template_kwargs")
-    checks.check({**sampled_rows(dataset, read), 0: row})
+    sampled_columns = (*columns, *prompts, "tools", "chat_template_kwargs")
+    checks.check({**sampled_rows(dataset, sampled_columns), 0: row})
     if "rejected" in columns:
         _warn_of_equal_pairs(dataset, name)
     elif "label" in row and "completion" in columns and dataset.format["type"] != "custom":
@@ -165,9 +165,9 @@ class _RowChecks:
                 f"{_row(place)}. {mixed_hint(row, kinds)}"
             )
         # TRL's `is_conversational` reads the first message of any column
-        read = {x: row[x] for x in (*kinds, "chat_template_kwargs") if row.get(x)}
-        check_template(read, name, self.processing_class)
-        if kinds and not self.has_end and not is_conversational(read):
+        read_values = {x: row[x] for x in (*kinds, "chat_template_kwargs") if row.get(x)}
+        check_template(read_values, name, self.processing_class)
+        if kinds and not self.has_end and not is_conversational(read_values):
             raise ValueError(
                 "`processing_class` has no `eos_token`, which ends each completion. Set it: "
                 '`processing_class.eos_token = "..."`.'
@@ -234,15 +234,15 @@ def sft_columns(row: dict[str, Any], name: str, *, text_field: str | None) -> tu
     raise _missing(row, name, reads, likely, hint)
 
 
-def _joined_prompt(row: dict[str, Any], others: dict[str, tuple[str, ...]]) -> str:
+def _joined_prompt(row: dict[str, Any], other_names: dict[str, tuple[str, ...]]) -> str:
     """Return how to make a prompt of an instruction and its input, such as Alpaca's; empty if there is only one."""
-    added = next((x for x in ("input", "context") if "instruction" in row and x in row), None)
-    completion = next((x for x in others.get("completion", ()) if x in row), None)
-    if added is None or completion is None:
+    input_column = next((x for x in ("input", "context") if "instruction" in row and x in row), None)
+    completion = next((x for x in other_names.get("completion", ()) if x in row), None)
+    if input_column is None or completion is None:
         return ""
     return (
         'Make them of what you have: `dataset.map(lambda row: {"prompt": row["instruction"] + "\\n\\n" + '
-        f'row["{added}"], "completion": row["{completion}"]}})`.'
+        f'row["{input_column}"], "completion": row["{completion}"]}})`.'
     )
 
 
@@ -257,20 +257,20 @@ def formatted(formatting_func: Callable[[dict[str, Any]], Any], row: dict[str, A
 
 
 def _missing(
-    row: dict[str, Any], name: str, reads: str, others: dict[str, tuple[str, ...]], hint: str = ""
+    row: dict[str, Any], name: str, reads: str, other_names: dict[str, tuple[str, ...]], hint: str = ""
 ) -> ValueError:
     """Return an error about columns that a row lacks: the keys of `others`, each with other names for it."""
-    old = {column: next((x for x in names if x in row), None) for column, names in others.items()}
+    present_names = {column: next((x for x in names if x in row), None) for column, names in other_names.items()}
     # With two further columns, these may be ours by other names
-    fitting = (
+    fitting_methods = (
         x for columns, x in _METHODS_OF_COLUMNS.items() if row.keys() >= set(columns) and len(row) < len(columns) + 2
     )
-    method = next(fitting, None)
-    own = {*re.findall(r"`(\w+)`", reads)} - {"prompt"}
-    if method is not None and None in old.values() and own.isdisjoint(row):
+    method = next(fitting_methods, None)
+    read_columns = {*re.findall(r"`(\w+)`", reads)} - {"prompt"}
+    if method is not None and None in present_names.values() and read_columns.isdisjoint(row):
         # All that another method reads, and nothing that only this one does: no column to rename
         hint = f"These are columns for {method}. Train with it, or pass other data."
-    renaming = ", ".join(f'"{x or f"old_{column}"}": "{column}"' for column, x in old.items())
+    renaming = ", ".join(f'"{x or f"old_{column}"}": "{column}"' for column, x in present_names.items())
     hint = hint or f"Rename what you have: `dataset.rename_columns({{{renaming}}})`."
     return ValueError(f"`{name}` has the columns {sorted(row)}, but {reads}. {hint}")
 
@@ -367,22 +367,22 @@ def check_enough_prompts(dataset: Any, generation_batch_size: int, num_generatio
         )
 
 
-def check_rewards(given: dict[str, Any], config: Any, *, has_environments: bool, columns_are_added: bool) -> None:
+def check_rewards(arguments: dict[str, Any], config: Any, *, has_environments: bool, columns_are_added: bool) -> None:
     """Raise `TypeError` unless each reward function takes the keyword arguments that TRL passes, columns included.
 
     With `columns_are_added`, a rollout function adds columns that are not known here.
     """
-    if given.get("reward_funcs") == [] and not has_environments:
+    if arguments.get("reward_funcs") == [] and not has_environments:
         raise ValueError("`reward_funcs` is empty. Pass a function, a model or the name of a model.")
-    reward_funcs, drops = given.get("reward_funcs"), getattr(config, "remove_unused_columns", False)
+    reward_funcs, drops = arguments.get("reward_funcs"), getattr(config, "remove_unused_columns", False)
     if not has_environments:  # one may add its own reward
         _check_weights(reward_funcs, getattr(config, "reward_weights", None))
-    columns = columns_of(None if drops else given.get("train_dataset"))
+    columns = columns_of(None if drops else arguments.get("train_dataset"))
     reserved = next((x for x in _RESERVED if x in (columns or ())), None)
     for reward in reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]:
         if reward is None or isinstance(reward, str | nn.Module):
             continue
-        _check_reads_messages(reward, given)
+        _check_reads_messages(reward, arguments)
         if not callable(reward):
             raise TypeError(f"`reward_funcs` contains {reward!r}. Pass a function, a model or the name of a model.")
         if reserved is not None:
@@ -405,12 +405,12 @@ def _check_weights(reward_funcs: Any, weights: Any) -> None:
         )
 
 
-def _check_reads_messages(reward: Any, given: dict[str, Any]) -> None:
+def _check_reads_messages(reward: Any, arguments: dict[str, Any]) -> None:
     """Raise `ValueError` if a reward of TRL reads messages, but the prompts are text, and with them the completions."""
     name = getattr(reward, "__name__", "")
     if name not in _READ_MESSAGES or not str(getattr(reward, "__module__", "")).startswith("trl.rewards"):
         return
-    for dataset_name, dataset in named_datasets(given.get("train_dataset"), given.get("eval_dataset")):
+    for dataset_name, dataset in named_datasets(arguments.get("train_dataset"), arguments.get("eval_dataset")):
         # A transform may make messages of text
         plain = not isinstance(dataset, Dataset) or dataset.format["type"] != "custom"
         features = (plain and getattr(dataset, "features", None)) or {}
@@ -422,20 +422,20 @@ def _check_reads_messages(reward: Any, given: dict[str, Any]) -> None:
             )
 
 
-def _check_keywords(reward: Callable[..., Any], given: list[str], *, are_all: bool) -> None:
+def _check_keywords(reward: Callable[..., Any], passed_keywords: list[str], *, are_all: bool) -> None:
     try:
         parameters = inspect.signature(reward, follow_wrapped=False).parameters.values()
     except (TypeError, ValueError):  # builtins may have no signature
         return
     name = getattr(reward, "__name__", type(reward).__name__)
     named = [x.name for x in parameters if x.kind in (x.POSITIONAL_OR_KEYWORD, x.KEYWORD_ONLY)]
-    missing = [x.name for x in parameters if x.name in named and x.default is x.empty and x.name not in given]
+    missing = [x.name for x in parameters if x.name in named and x.default is x.empty and x.name not in passed_keywords]
     if missing and are_all:
         raise TypeError(
             f"`reward_funcs`: `{name}` requires `{missing[0]}`, which TRL does not pass. TRL passes the columns of "
-            f"`train_dataset` and others: {given}. Add or rename the column, or give the parameter a default."
+            f"`train_dataset` and others: {passed_keywords}. Add or rename the column, or give the parameter a default."
         )
-    unnamed = [x for x in given if x not in named]
+    unnamed = [x for x in passed_keywords if x not in named]
     if unnamed and not any(x.kind is x.VAR_KEYWORD for x in parameters):
         raise TypeError(
             f"`reward_funcs`: `{name}` does not take `{unnamed[0]}`, one of the keywords that TRL passes to every "

@@ -18,16 +18,16 @@ def check_generation(config: Any) -> None:
 
     For completions that the trainer samples itself, with transformers or vLLM.
     """
-    given = config.generation_kwargs
-    if given is None:
+    options = config.generation_kwargs
+    if options is None:
         return
     copies = "n" if config.use_vllm else "num_return_sequences"
-    if given.get(copies) not in (None, 1):
+    if options.get(copies) not in (None, 1):
         raise ValueError(
-            f"`generation_kwargs` has `{copies}={given[copies]!r}`, but TRL samples one completion for each row of a "
+            f"`generation_kwargs` has `{copies}={options[copies]!r}`, but TRL samples one completion for each row of a "
             "batch. Set `num_generations`."
         )
-    temperature = given.get("temperature")
+    temperature = options.get("temperature")
     # The importance ratio to vLLM corrects for another temperature
     is_corrected = config.use_vllm and getattr(config, "vllm_importance_sampling_correction", False)
     if temperature is not None and temperature != config.temperature and not is_corrected:
@@ -36,57 +36,59 @@ def check_generation(config: Any) -> None:
             f"{config.temperature!r}`: the gradient is that of another distribution. Set `temperature` alone."
         )
     if not config.use_vllm:
-        _check_transformers(given, config)
+        _check_transformers(options, config)
 
 
-def _check_transformers(given: Mapping[str, Any], config: Any) -> None:
-    if given.get("stop_strings"):
+def _check_transformers(options: Mapping[str, Any], config: Any) -> None:
+    if options.get("stop_strings"):
         raise ValueError(
-            f"`generation_kwargs` has `stop_strings={given['stop_strings']!r}`, but TRL calls `generate` without the "
+            f"`generation_kwargs` has `stop_strings={options['stop_strings']!r}`, but TRL calls `generate` without the "
             "tokenizer that it needs, and would train on the padding after a stop string. End completions with a token "
             "(`model.generation_config.eos_token_id`), or sample with vLLM and `stop`."
         )
-    if given.get("return_dict_in_generate"):
+    if options.get("return_dict_in_generate"):
         raise ValueError(
             "`generation_kwargs` has `return_dict_in_generate=True`, but TRL reads the tokens alone. Leave it out."
         )
-    samples = given.get("do_sample", True)
-    if samples and given.get("temperature") is not None and not given["temperature"] > 0:
+    samples = options.get("do_sample", True)
+    if samples and options.get("temperature") is not None and not options["temperature"] > 0:
         raise ValueError(
-            f"`generation_kwargs` has `temperature={given['temperature']!r}`, which must be above 0. For less random "
+            f"`generation_kwargs` has `temperature={options['temperature']!r}`, which must be above 0. For less random "
             "samples, set a small `temperature`."
         )
     rows = config.per_device_train_batch_size * config.steps_per_generation
-    if given.get("prompt_lookup_num_tokens") and rows > 1:
+    if options.get("prompt_lookup_num_tokens") and rows > 1:
         raise ValueError(
-            f"`generation_kwargs` has `prompt_lookup_num_tokens={given['prompt_lookup_num_tokens']!r}`, which "
+            f"`generation_kwargs` has `prompt_lookup_num_tokens={options['prompt_lookup_num_tokens']!r}`, which "
             f"`generate` supports for one row at a time, but each process samples {rows}. Leave it out."
         )
-    if not samples and (given.get("num_beams") or 1) == 1:
+    if not samples and (options.get("num_beams") or 1) == 1:
         logger.warning(
             "`generation_kwargs` has `do_sample=False`, so all completions of a prompt are equal, and their advantages "
             "are zero unless the rewards are random. Leave it out to sample."
         )
-    known = vars(GenerationConfig())
-    for name in given:
-        if name not in known:
-            close = difflib.get_close_matches(name, known, n=1)
-            hint = f" Did you mean `{close[0]}`?" if close else ""
+    known_options = vars(GenerationConfig())
+    for name in options:
+        if name not in known_options:
+            close_names = difflib.get_close_matches(name, known_options, n=1)
+            hint = f" Did you mean `{close_names[0]}`?" if close_names else ""
             logger.warning(f"`generation_kwargs` has `{name}`, which `generate` does not know, and may ignore.{hint}")
 
 
 def check_ends(trainer: Any) -> None:
     """Raise `ValueError` if `generate` ends rows at a token at which TRL does not cut completions."""
-    asked = (trainer.args.generation_kwargs or {}).get("eos_token_id")
+    end_tokens = (trainer.args.generation_kwargs or {}).get("eos_token_id")
     ends = getattr(trainer, "eos_token_ids", None)  # TRL 1.16 and later
-    if trainer.use_vllm or asked is None or ends is None:
+    if trainer.use_vllm or end_tokens is None or ends is None:
         return
-    others = [token for token in (asked if isinstance(asked, list) else [asked]) if token not in ends]
+    uncut_tokens = [
+        token for token in (end_tokens if isinstance(end_tokens, list) else [end_tokens]) if token not in ends
+    ]
     # Padding cuts a completion if it is one of the ends
-    if others and trainer._tokenizer.pad_token_id not in ends:
+    if uncut_tokens and trainer._tokenizer.pad_token_id not in ends:
         raise ValueError(
-            f"`generation_kwargs` has `eos_token_id={asked!r}`, but TRL cuts completions after {list(ends)}, and would "
-            f"train on the padding after {others[0]!r}. Set `model.generation_config.eos_token_id`."
+            f"`generation_kwargs` has `eos_token_id={end_tokens!r}`, but TRL cuts completions after {list(ends)}, and "
+            f"would train on the padding after {uncut_tokens[0]!r}. Set `model.generation_config.eos_token_id`."
         )
 
 

@@ -163,10 +163,10 @@ def sharegpt_hint(messages: list[dict[str, Any]], column: str, options: str = ""
     """Return how to convert messages with `from` and `value`. TRL's conversion keeps the roles."""
     names = _role_names(str(x.get("from")) for x in messages)
     role = 'x["from"]' if names == "{}" else f'{names}.get(x["from"], x["from"])'
-    made = "messages" if column == "conversations" else column
+    new_column = "messages" if column == "conversations" else column
     return (
-        f'Convert messages with `from` and `value`: `dataset.map(lambda row: {{"{made}": [{{"role": {role}, "content": '
-        f'x["value"]}} for x in row["{column}"]]}}{options})`.'
+        f'Convert messages with `from` and `value`: `dataset.map(lambda row: {{"{new_column}": [{{"role": {role}, '
+        f'"content": x["value"]}} for x in row["{column}"]]}}{options})`.'
     )
 
 

@@ -102,23 +102,25 @@ _REMOVED_OF_TRAINERS = {
 
 
 def refuse_unknown(
-    owner: str, given: dict[str, Any], known: Collection[str], *, config: str = "", of_config: Collection[str] = ()
+    owner: str, arguments: dict[str, Any], known: Collection[str], *, config: str = "", of_config: Collection[str] = ()
 ) -> None:
-    """Raise `TypeError` for the first argument of `given` that is not `known`, with what to use instead.
+    """Raise `TypeError` for the first argument of `arguments` that is not `known`, with what to use instead.
 
     Args:
         owner (`str`): the class whose arguments are `known`.
         config (`str`): for a trainer, the name of its config, whose fields are `of_config`.
     """
-    for name, value in given.items():
+    for name, value in arguments.items():
         if name in known:
             continue
-        shown = reprlib.repr(value)
+        shown_value = reprlib.repr(value)
         if name in of_config:
             raise TypeError(
-                f"`{name}` is an argument of `{config}`, not of `{owner}`. Pass `args={config}({name}={shown}, ...)`."
+                f"`{name}` is an argument of `{config}`, not of `{owner}`. Pass `args={config}({name}={shown_value}, "
+                "...)`."
             )
-        remedy = former_name(name, known, shown, of_trainer=of_config) or former_name(name, of_config, shown, config)
+        remedy = former_name(name, known, shown_value, of_trainer=of_config)
+        remedy = remedy or former_name(name, of_config, shown_value, config)
         if remedy is not None:
             raise TypeError(f"`{name}` is not an argument of `{owner}`. {remedy}")
         raise TypeError(f"{owner}.__init__() got an unexpected keyword argument '{name}'.{did_you_mean(name, known)}")
@@ -147,22 +149,22 @@ def former_name(
     return removed[name].format(value=value) + more * (name == "max_prompt_length" and has_length)
 
 
-def did_you_mean(given: str, known: Iterable[str], mark: str = "") -> str:
-    """Return ` Did you mean ...?` if `given` can mean exactly one known name, else "".
+def did_you_mean(name: str, known_names: Iterable[str], mark: str = "") -> str:
+    """Return ` Did you mean ...?` if `name` can mean exactly one known name, else "".
 
-    This is the only name that begins with `given`, or else the only one that differs from it by one typo: a letter
+    This is the only name that begins with `name`, or else the only one that differs from it by one typo: a letter
     more, less or changed, or two letters swapped, after the first letter. Names that are merely similar do not
     count, such as `lora_rank` and `local_rank`.
     """
-    names = set(known)
-    meant = [x for x in names if len(given) >= 4 and x.startswith(given)]
-    meant = meant if len(meant) == 1 else [x for x in names if _one_slip(given, x)]
-    return f" Did you mean `{mark}{meant[0]}`?" if len(meant) == 1 else ""
+    unique_names = set(known_names)
+    candidates = [x for x in unique_names if len(name) >= 4 and x.startswith(name)]
+    candidates = candidates if len(candidates) == 1 else [x for x in unique_names if _one_slip(name, x)]
+    return f" Did you mean `{mark}{candidates[0]}`?" if len(candidates) == 1 else ""
 
 
-def _one_slip(given: str, known: str) -> bool:
-    pairs = enumerate(zip(given, known, strict=False))
-    same = next((place for place, (a, b) in pairs if a != b), min(len(given), len(known)))
-    a, b = given[same:], known[same:]
+def _one_slip(name: str, known_name: str) -> bool:
+    pairs = enumerate(zip(name, known_name, strict=False))
+    same = next((place for place, (a, b) in pairs if a != b), min(len(name), len(known_name)))
+    a, b = name[same:], known_name[same:]
     swapped = a[:2] == b[1::-1] and a[2:] == b[2:]
     return same > 0 and (a[1:] == b or a == b[1:] or a[1:] == b[1:] or swapped)

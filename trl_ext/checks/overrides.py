@@ -18,17 +18,17 @@ logger = logging.getLogger("trl_ext")
 _LIBRARIES = {"trl", "trl_ext", "transformers", "torch", "accelerate", "peft", "datasets"} | sys.stdlib_module_names
 
 
-def check_overrides(trainer: Any, given: Iterable[Any]) -> None:
+def check_overrides(trainer: Any, arguments: Iterable[Any]) -> None:
     """Raise `ValueError` if a method that TRL has removed is overridden, and no code of the user mentions it.
 
     Only warn if code of the same file, or of the script, mentions it: that code may call it.
 
     Args:
-        given (`Iterable`): the arguments of the trainer, whose functions and callbacks may call the trainer's methods.
+        arguments (`Iterable`): those of the trainer, whose functions and callbacks may call its methods.
     """
     trls = trainer._trl_trainer.__name__
     removed = {name: code for name, code in methods_of_user(trainer) if name in REMOVED_METHODS[trls]}
-    dead = removed.keys() - _called(trainer, given, removed)
+    dead = removed.keys() - _called(trainer, arguments, removed)
     if dead:
         owner = type(trainer).__name__
         remedies = [f"{REMOVED_METHODS[trls][name]} instead of `{name}`" for name in removed if name in dead]
@@ -61,10 +61,10 @@ def methods_of_user(trainer: Any) -> Iterator[tuple[str, list[CodeType]]]:
                 yield name, codes
 
 
-def _called(trainer: Any, given: Iterable[Any], removed: dict[str, list[CodeType]]) -> set[str]:
+def _called(trainer: Any, arguments: Iterable[Any], removed: dict[str, list[CodeType]]) -> set[str]:
     """Return the names in `removed` that the user's other methods, callbacks and functions mention."""
     codes = [code for name, method in methods_of_user(trainer) if name not in removed for code in method]
-    for argument in given:
+    for argument in arguments:
         for value in argument if isinstance(argument, list | tuple) else [argument]:
             functions = [value, *(x for cls in type(value).__mro__ for x in vars(cls).values())]
             codes += [code for function in functions for code in code_of(function)]

@@ -64,9 +64,9 @@ def check_repeated_prompts(rows: Rows, columns: tuple[str, ...], name: str) -> N
         return
     completions = [x for x in columns if x != "prompt"]
     repeats = {place: [_begins_with(row.get(x), row["prompt"]) for x in completions] for place, row in texts.items()}
-    whole = [place for place, found in repeats.items() if all(found)]
+    whole = [place for place, is_repeated in repeats.items() if all(is_repeated)]
     # A bad completion may be one that repeats the prompt, so `rejected` alone is no sign
-    in_first = [place for place, found in repeats.items() if found[0]]
+    in_first = [place for place, is_repeated in repeats.items() if is_repeated[0]]
     prompts = {texts[place]["prompt"] for place in whole}
     pairs = len(completions) > 1
     is_prefix = all(_is_prefix(texts[x]["prompt"], [texts[x][column] for column in completions]) for x in whole)
@@ -100,16 +100,16 @@ def _check_repeated_messages(rows: Rows, columns: tuple[str, ...], name: str) ->
             repeating[place] = [x for x in completions if _repeats(row[x], row["prompt"])]
     if not any(repeating.values()):
         return
-    place = next(place for place, found in repeating.items() if found)
+    place = next(place for place, repeating_columns in repeating.items() if repeating_columns)
     where = _listed(repeating[place])
     can_be_removed = all(
-        found == ["chosen", "rejected"]
+        repeating_columns == ["chosen", "rejected"]
         and all(
             _same_messages(rows[x][column], rows[x]["prompt"])
             or _same_messages(_without_system(rows[x][column]), rows[x]["prompt"])
-            for column in found
+            for column in repeating_columns
         )
-        for x, found in repeating.items()
+        for x, repeating_columns in repeating.items()
     )
     hint = f"Leave only the answer in {where}."
     if can_be_removed:
@@ -153,33 +153,33 @@ def check_missing_prompts(rows: Rows, name: str) -> None:
         `ValueError`: TRL would drop the prompts, which are in another column, or could not make one.
     """
     pairs = {place: row for place, row in rows.items() if "prompt" not in row}
-    found = {place: _Start.of(row) for place, row in pairs.items() if _is_pair(row)}
-    if not found:
+    starts_of_rows = {place: _Start.of(row) for place, row in pairs.items() if _is_pair(row)}
+    if not starts_of_rows:
         return
-    for place, start in found.items():
+    for place, start in starts_of_rows.items():
         if start.wrong_cut:
             raise ValueError(
                 f"`chosen` and `rejected` of `{name}` have no common start in row {place}, and `chosen` ends with a "
                 "space: TRL would make a prompt of all that precedes it. Remove the space: "
                 '`dataset.map(lambda row: {"chosen": row["chosen"].rstrip()})`.'
             )
-    asked = {place: start for place, start in found.items() if start.other}
-    starts = {str(start.shared) for start in asked.values()}
+    with_other_prompt = {place: start for place, start in starts_of_rows.items() if start.other}
+    starts = {str(start.shared) for start in with_other_prompt.values()}
     # Prompts that differ do not begin with the same text, but answers may. In a chat, a user may always say the same
-    all_same = len(starts) == 1 < len({start.other for start in asked.values()})
+    all_same = len(starts) == 1 < len({start.other for start in with_other_prompt.values()})
     # Answers to many prompts hardly begin with the same two words in every pair, and with others in each
-    are_prompts = len(starts) == len(asked) >= _PROMPTS and all(
-        start.is_chat or len(start.shared.split()) > 1 for start in asked.values()
+    are_prompts = len(starts) == len(with_other_prompt) >= _PROMPTS and all(
+        start.is_chat or len(start.shared.split()) > 1 for start in with_other_prompt.values()
     )
     dropped = [
         place
-        for place, start in asked.items()
+        for place, start in with_other_prompt.items()
         if not start.holds_other
         and (start.begins_answer or ((start.is_short or (all_same and not start.is_chat)) and not are_prompts))
     ]
-    unrendered = [place for place, start in found.items() if start.is_chat and not start.shared]
-    if dropped and (len(dropped) > len(asked) / 2 or unrendered):
-        start = found[dropped[0]]
+    unrendered = [place for place, start in starts_of_rows.items() if start.is_chat and not start.shared]
+    if dropped and (len(dropped) > len(with_other_prompt) / 2 or unrendered):
+        start = starts_of_rows[dropped[0]]
         raise ValueError(
             f"`{name}` has the columns {sorted(next(iter(rows.values())))} but no `prompt`, and `chosen` and "
             f"`rejected` of row {dropped[0]} do not start with the same prompt: their common start is {start.shown}. "
@@ -190,16 +190,16 @@ def check_missing_prompts(rows: Rows, name: str) -> None:
             f"`{name}` has no `prompt`, and `chosen` and `rejected` do not start with the same message in row "
             f"{unrendered[0]}. Add the messages of the prompt as a column `prompt`, or remove the row."
         )
-    if dropped and len(dropped) >= _FEW * len(asked):
-        start = found[dropped[0]]
+    if dropped and len(dropped) >= _FEW * len(with_other_prompt):
+        start = starts_of_rows[dropped[0]]
         logger.warning(
-            f"`{name}` has no `prompt`, and in {len(dropped)} of the {len(found)} rows that were read, such as row "
-            f"{dropped[0]}, the common start of `chosen` and `rejected` is not the prompt but {start.shown}. "
+            f"`{name}` has no `prompt`, and in {len(dropped)} of the {len(starts_of_rows)} rows that were read, such "
+            f"as row {dropped[0]}, the common start of `chosen` and `rejected` is not the prompt but {start.shown}. "
             f"{start.renaming}"
         )
         return
-    empty = [place for place, start in found.items() if not start.shared]
-    if len(empty) > _FEW * len(found):
+    empty = [place for place, start in starts_of_rows.items() if not start.shared]
+    if len(empty) > _FEW * len(starts_of_rows):
         logger.warning(
             f"`{name}` has no `prompt`, and `chosen` and `rejected` of row {empty[0]} do not start with the same text: "
             "such rows have an empty prompt in training."

@@ -41,15 +41,15 @@ def check_special_tokens(
                 ended.setdefault(place, column)
             if first == "prompt" and _begins_with_bos(row.get(column), tokenizer):
                 within.setdefault(place, column)
-    for found, words, hint in (
+    for places, words, hint in (
         (begun, f"would have {tokenizer.bos_token!r} twice at its start", _REMOVE_START),
         (within, f"has {tokenizer.bos_token!r} at its start, so it would be after the prompt", _REMOVE_START),
         (ended, f"would have {tokenizer.eos_token!r} twice at its end", _REMOVE_END),
     ):
-        if len(found) > _FEW * len(rows):
-            place, column = next(iter(found.items()))
+        if len(places) > _FEW * len(rows):
+            place, column = next(iter(places.items()))
             logger.warning(
-                f"`{column}` of `{name}` {words}, in row {place} and {len(found)} of the {len(rows)} rows that were "
+                f"`{column}` of `{name}` {words}, in row {place} and {len(places)} of the {len(rows)} rows that were "
                 f"read: TRL or the tokenizer adds it to text that has it. {hint}"
             )
 
@@ -181,16 +181,17 @@ def check_formatting(dataset: Any, name: str, text_field: str) -> None:
                 f"`{name}` has the column `prompt`, so TRL reads `prompt` and `completion`, not the text of "
                 "`formatting_func`. Rename the column, and read it there by the new name."
             )
-        read = ["prompt", "completion"]
+        read_columns = ["prompt", "completion"]
     elif is_conversational(dataset[0]):
-        read = ["messages"]
+        read_columns = ["messages"]
     elif text_field != "text" and text_field in columns:
-        read = [text_field]
+        read_columns = [text_field]
     else:
         return
+    listed = " and ".join(f"`{column}`" for column in read_columns)
     logger.warning(
-        f"`formatting_func` has no effect on `{name}`: TRL trains on {' and '.join(f'`{x}`' for x in read)}. Leave it "
-        f"out, or rename {'these columns' if len(read) > 1 else 'this column'}."
+        f"`formatting_func` has no effect on `{name}`: TRL trains on {listed}. Leave it out, or "
+        f"rename {'these columns' if len(read_columns) > 1 else 'this column'}."
     )
 
 

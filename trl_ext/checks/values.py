@@ -130,17 +130,20 @@ def check_declared(config: Any, cls: Any) -> None:
         if value is None and none:
             continue
         if choices:
-            is_right, wanted = value in choices, f"{none}one of {choices}"
+            is_allowed, expected = value in choices, f"{none}one of {choices}"
         elif kind in (bool, bool | None):
-            is_right, wanted = isinstance(value, bool), f"{'None, ' if none else ''}True or False"
+            is_allowed, expected = isinstance(value, bool), f"{'None, ' if none else ''}True or False"
         elif kind in (int, int | None):
-            is_right, wanted = isinstance(value, int) and is_number and value >= 1, f"{none}an integer of at least 1"
+            is_allowed, expected = (
+                isinstance(value, int) and is_number and value >= 1,
+                f"{none}an integer of at least 1",
+            )
         elif kind is float:
-            is_right, wanted = is_number and math.isfinite(value), "a finite number"
+            is_allowed, expected = is_number and math.isfinite(value), "a finite number"
         else:
             continue
-        if not is_right:
-            raise ValueError(f"`{name}` must be {wanted}, got {value!r}.")
+        if not is_allowed:
+            raise ValueError(f"`{name}` must be {expected}, got {value!r}.")
 
 
 def check_numbers(config: Any) -> None:

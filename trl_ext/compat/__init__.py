@@ -23,11 +23,11 @@ def check_deepspeed() -> None:
     _check({"deepspeed": version("deepspeed")})
 
 
-def _check(found: dict[str, str]) -> None:
-    if any(found[name] not in TESTED[name] for name in found):
+def _check(installed: dict[str, str]) -> None:
+    if any(installed[name] not in TESTED[name] for name in installed):
         from .moved import check_untested
 
-        check_untested(found, TESTED)
+        check_untested(installed, TESTED)
 
 
 for name, versions in SUPPORTED.items():
