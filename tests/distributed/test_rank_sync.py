@@ -276,7 +276,7 @@ def spread_after_a_batch_without_labels(rank: Rank) -> tuple[float, bool]:
     log_probs = model(input_ids=ids, labels=ids, fused_lm_head=True).log_probs
     log_probs.sum().backward()
     rank.checked = True
-    sharded_weight_is_checked = any(is_sharded for is_sharded, *_ in scoring._checked)
+    sharded_weight_is_checked = any(is_sharded for is_sharded, *_ in scoring._checked_paths)
     return (log_probs.detach() - whole).abs().max().item(), sharded_weight_is_checked
 
 

@@ -13,6 +13,7 @@ from head_definition import floats_apart
 from model_families import batch, build
 from short_training import Bench
 from tiny import Workshop
+from token_counts import as_of_a_library
 from trl_ext.packing.first_batch import multiplies_fp32
 from trl_ext.scoring.forward import ScoringOptions, attach_scoring_forward
 
@@ -23,7 +24,9 @@ def scored(model, checked: bool):
     scoring.packing.checked = checked
     scoring.is_compared = checked
     fed: list[int] = []
-    handle = model.get_input_embeddings().register_forward_hook(lambda _, args, output: fed.append(args[0].numel()))
+    handle = model.get_input_embeddings().register_forward_hook(
+        as_of_a_library(lambda _, args, output: fed.append(args[0].numel()))
+    )
     torch.manual_seed(0)
     inputs, labels = batch()
     out = model(**inputs, labels=labels, fused_lm_head=True)
@@ -75,7 +78,7 @@ def feeds(model, inputs, labels):
     """Return the shape of each forward of one training pass, including those of the check."""
     shapes = []
     handle = model.get_input_embeddings().register_forward_hook(
-        lambda _, args, out: shapes.append(tuple(args[0].shape))
+        as_of_a_library(lambda _, args, out: shapes.append(tuple(args[0].shape)))
     )
     model(**inputs, labels=labels, fused_lm_head=True).log_probs.sum().backward()
     handle.remove()

@@ -5,6 +5,7 @@ import logging
 import random
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,11 +15,13 @@ import transformers.models.llama.modeling_llama as llama
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 from accelerate.utils import convert_outputs_to_fp32
 from peft import BOFTConfig, LoHaConfig, LoKrConfig, LoraConfig, PveraConfig, VeraConfig, get_peft_model
+from torch.distributed.fsdp import fully_shard
 from transformers.integrations.neftune import neftune_post_forward_hook
 from trl.trainer.utils import disable_dropout_in_model
 
 from model_families import build
 from tiny import lora_config
+from trl_ext.packing.hooks import attached_functions, without_hooks_of_users
 from trl_ext.packing.randomness import randomness_of
 from trl_ext.scoring.forward import ScoringOptions, attach_scoring_forward
 
@@ -513,3 +516,49 @@ def test_a_layer_that_may_be_dropped_draws_only_at_a_rate() -> None:
     for rate, draws in ((0.1, True), (0.0, False)):
         config = transformers.OPTConfig(**shape, word_embed_proj_dim=32, dropout=0.0, layerdrop=rate)
         assert (randomness_of(transformers.OPTForCausalLM(config)) is not None) == draws
+
+
+def test_engines_and_checkpointing_do_not_change(tmp_path: Path) -> None:
+    torch.distributed.init_process_group(
+        "gloo", store=torch.distributed.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1
+    )
+    try:
+        for engine in ("ddp", "fsdp2"):
+            model = build("untied").train()
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+            wrapped = torch.nn.parallel.DistributedDataParallel(model) if engine == "ddp" else fully_shard(model)
+            wrapped(input_ids=torch.arange(12).view(1, 12)).logits.sum().backward()
+            assert randomness_of(wrapped) is None
+            clamp = next(model.parameters()).register_hook(lambda grad: grad.clamp(-1, 1))
+            found = randomness_of(wrapped)
+            clamp.remove()
+            assert found is not None
+            assert "may change gradients" in found.reason
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_hooks_of_users_do_not_notice_a_check() -> None:
+    model = build("untied")
+    calls: list[int] = []
+    layer = model.model.layers[0]
+    layer.register_forward_hook(lambda *_: calls.append(0))
+    add_hook_to_module(model.model.layers[1].mlp, AlignDevicesHook("cpu"))
+    layer.register_forward_hook(neftune_post_forward_hook)
+    of_all = torch.nn.modules.module.register_module_forward_pre_hook(lambda *_: calls.append(1))
+    before = attached_functions(model.modules())
+    with without_hooks_of_users(model):
+        assert [x for x in before if x in attached_functions(model.modules())] == before[2:]
+        model.get_input_embeddings()(torch.arange(3))
+        assert not calls
+    assert attached_functions(model.modules()) == before
+    of_all.remove()
+
+
+def test_looking_for_a_new_hook_is_fast() -> None:
+    modules = list(build("untied").modules())
+    start = time.perf_counter()
+    for _ in range(100):
+        attached_functions(modules)
+    # Far less than a step: 1 us for a module
+    assert time.perf_counter() - start < 100 * len(modules) * 2e-5

@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from head_definition import floats_apart
 from logit_models import CONFIGS, CONTROLS, OWN_CODE, UNREADABLE, LlamaWithLogits, batch, build, build_class
 from tiny import lora_config, preferences, word_tokenizer
+from token_counts import as_of_a_library
 from trl_ext import DPOConfig, DPOTrainer
 from trl_ext.scoring.forward import ScoringForward, ScoringOptions, attach_scoring_forward
 
@@ -184,7 +185,8 @@ def test_the_check_leaves_model_and_random_state_as_they_were() -> None:
 def test_the_check_runs_8_tokens_once() -> None:
     model, shapes = build("llama"), []
     attach_scoring_forward(model, ScoringOptions(padding_free=False))
-    model.lm_head.register_forward_hook(lambda _, args, output: shapes.append(tuple(output.shape)))
+    look = as_of_a_library(lambda _, args, output: shapes.append(tuple(output.shape)))
+    model.lm_head.register_forward_hook(look)
     inputs, labels = batch()
     for _ in range(3):
         model(**inputs, labels=labels, fused_lm_head=True)

@@ -64,12 +64,14 @@ INTERNALS = {
     "torch": "UntypedStorage",
     "torch._dynamo.eval_frame:OptimizedModule": "_orig_mod",
     "torch.nn.modules.dropout": "_DropoutNd",
-    "torch.nn.modules.module": "_global_forward_hooks _global_forward_pre_hooks",
+    "torch.nn.modules.module": (
+        "_global_forward_hooks _global_forward_pre_hooks _global_backward_hooks _global_backward_pre_hooks"
+    ),
     "torch.nn.modules.module:Module": (
         "_backward_hooks _buffers _forward_hooks _forward_pre_hooks _modules _parameters"
     ),
     "torch.nn.parallel.distributed": '"_ddp_params_and_buffers_to_ignore"',
-    "torch:Tensor": "_version",
+    "torch:Tensor": "_version _post_accumulate_grad_hooks",
     "torch:UntypedStorage": "_cdata resize_",
     "transformers.configuration_utils:PreTrainedConfig": (
         "_attn_implementation _attn_implementation_internal _experts_implementation _name_or_path"

@@ -5,12 +5,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import FunctionType
 from typing import Any
-from unittest.mock import patch
 
 import torch
 
 from tiny import V_WORDS
-from trl_ext.scoring.forward import ScoringForward
 
 
 def as_of_a_library(hook: Any) -> Any:
@@ -47,10 +45,6 @@ def count_feeds(trainer: Any, feeds: list[Feed], log: Callable[[], int] = lambda
         model.get_input_embeddings().register_forward_hook(fed)
 
     watch("policy", trainer.model)
-    # The check of the first batch runs a few extra rows
-    for scoring in getattr(trainer, "scoring_forwards", ()):
-        scoring.packing.checked = True
-        scoring.is_compared = True
     if getattr(trainer, "ref_model", None) is not None:  # SFT has none
         watch("reference", trainer.ref_model)
 
@@ -82,8 +76,6 @@ def counted() -> Iterator[Tokens]:
 
     handle = torch.nn.modules.module.register_module_forward_hook(hook)
     try:
-        # The check of the logits runs 8 tokens twice
-        with patch.object(ScoringForward, "is_compared", True):
-            yield tokens
+        yield tokens
     finally:
         handle.remove()

@@ -4,6 +4,7 @@ It detects what the rules of `support.py` cannot see. Every rank runs the same f
 results, because each forward of a sharded model needs all ranks.
 """
 
+import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -14,6 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from .attention import LayoutNotReadError, run_packed
+from .hooks import without_hooks_of_users
 from .layout import Layout
 from .support import backbone_of, has_experts, longest_equal
 
@@ -46,7 +48,7 @@ def packing_differences(
     first_B = np.full_like(lengths_B, _PREPENDED)
     attention = model.config.get_text_config()._attn_implementation
     differences: dict[bool, str | None] = {}
-    with evaluating(model):
+    with undisturbed(model, device):
         places_BS = np.arange(ids_BS.shape[1]) - first_B[:, None]
         real_BS = (places_BS >= 0) & (places_BS < lengths_B[:, None])
         ids, mask = (torch.from_numpy(x).to(device) for x in (ids_BS, real_BS.astype(ids_BS.dtype)))
@@ -92,6 +94,26 @@ def _rows_to_check(
     longest = lengths_B.argmax()
     twin_S = np.concatenate([ids_BS[longest, : width - width // 2], ids_BS[longest, : width // 2]])
     return np.pad(np.vstack([ids_BS, twin_S]), ((0, 0), (_PREPENDED, 0))), np.append(lengths_B, lengths_B[longest])
+
+
+@contextmanager
+def undisturbed(model: Any, device: torch.device) -> Iterator[None]:
+    """Run `model` for a check in the `with` block: users' hooks do not notice it, and random states stay as they were.
+
+    Each block gets equal random numbers.
+    """
+    devices = [] if device.type == "cpu" else [device]
+    states = random.getstate(), np.random.get_state()
+    fork = torch.random.fork_rng(devices, device_type="cuda" if device.type == "cpu" else device.type)
+    try:
+        with evaluating(model), without_hooks_of_users(model), fork:
+            torch.manual_seed(0)
+            random.seed(0)
+            np.random.seed(0)
+            yield
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
 
 
 @contextmanager

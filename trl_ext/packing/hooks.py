@@ -1,6 +1,7 @@
 """Functions of users that run in a forward or backward, as hooks or in place of a `forward`."""
 
-from collections.abc import Iterator, Set
+from collections.abc import Iterable, Iterator, Set
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from types import FunctionType, MethodType
@@ -32,7 +33,11 @@ _KNOWN = {
     "wandb",
     "builtins",
     "functools",
+    "lomo_optim",
 }
+_OF_FORWARD = ("_forward_pre_hooks", "_forward_hooks")
+_OF_GRADIENT = ("_backward_pre_hooks", "_backward_hooks")
+_OF_PARAMETER = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
 
 def is_known(module: str | None) -> bool:
@@ -83,3 +88,61 @@ def _is_of_user(function: FunctionType) -> bool:
 
 def describe_function(function: FunctionType | MethodType) -> str:
     return f"`{function.__name__}` in {Path(function.__code__.co_filename).name}"
+
+
+def forward_hooks(module: nn.Module) -> list[Any]:
+    """Return the hooks of a forward of `module`, and then those of all modules."""
+    registered = [getattr(module, name) for name in _OF_FORWARD]
+    registered += [torch_module._global_forward_pre_hooks, torch_module._global_forward_hooks]
+    return [hook for hooks in registered for hook in hooks.values()]
+
+
+def gradient_hooks(module: nn.Module) -> list[Any]:
+    """Return the hooks that see or change a gradient of `module` or its parameters, and then those of all modules."""
+    registered = [getattr(module, name) for name in _OF_GRADIENT]
+    for parameter in module._parameters.values():
+        if parameter is not None:
+            registered += [getattr(parameter, name) or {} for name in _OF_PARAMETER]
+    registered += [torch_module._global_backward_pre_hooks, torch_module._global_backward_hooks]
+    return [hook for hooks in registered for hook in hooks.values()]
+
+
+def attached_functions(modules: Iterable[nn.Module]) -> list[Any]:
+    """Return all hooks and replaced forwards of `modules`. Fast, because each scoring forward compares them."""
+    functions: list[Any] = []
+    for hooks in (
+        torch_module._global_forward_pre_hooks,
+        torch_module._global_forward_hooks,
+        torch_module._global_backward_pre_hooks,
+        torch_module._global_backward_hooks,
+    ):
+        functions += hooks.values()
+    for module in modules:
+        attributes = vars(module)
+        for name in (*_OF_FORWARD, *_OF_GRADIENT):
+            functions += attributes[name].values()
+        if "forward" in attributes:
+            functions.append(attributes["forward"])
+        for parameter in attributes["_parameters"].values():
+            if parameter is not None:
+                functions += (parameter._backward_hooks or {}).values()
+                functions += (parameter._post_accumulate_grad_hooks or {}).values()
+    return functions
+
+
+@contextmanager
+def without_hooks_of_users(model: nn.Module) -> Iterator[None]:
+    """Set aside users' hooks in the `with` block, for forwards that stock TRL does not run. Engines' hooks stay."""
+    registered = [torch_module._global_forward_pre_hooks, torch_module._global_forward_hooks]
+    registered += [getattr(module, name) for module in model.modules() for name in _OF_FORWARD]
+    before = [(hooks, dict(hooks)) for hooks in registered if hooks]
+    for hooks, all_hooks in before:
+        for key, hook in all_hooks.items():
+            if any(True for _ in functions_of_users(hook)):
+                del hooks[key]
+    try:
+        yield
+    finally:
+        for hooks, all_hooks in before:
+            hooks.clear()
+            hooks.update(all_hooks)

@@ -58,7 +58,14 @@ class Packing:
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def layout(
-        self, model: Any, positional: tuple[Any, ...], inputs: dict[str, Any], labels_BS: Tensor, *, share: bool
+        self,
+        model: Any,
+        positional: tuple[Any, ...],
+        inputs: dict[str, Any],
+        labels_BS: Tensor,
+        *,
+        share: bool,
+        pack: bool = True,
     ) -> Layout | None:
         """Return the layout of the packed row for a batch; None if the batch stays padded.
 
@@ -67,6 +74,7 @@ class Packing:
             inputs (`dict`): keyword arguments of the backbone.
             labels_BS (`Tensor` of shape `(B, S)`): not shifted yet; -100 where nothing is predicted.
             share (`bool`): whether rows may share leading tokens.
+            pack (`bool`): whether the batch may be packed. If not, the first one is checked nevertheless.
         """
         if self.padded_reason is not None:
             return None
@@ -81,7 +89,9 @@ class Packing:
             self._check(model, HostBatch.of(ids_BS, mask_BS, labels_BS), ids_BS.device)
             if self.padded_reason is not None:
                 return None
-        # After the check, which every rank runs, whatever the length of its batch
+        # After the check, which every rank runs, whatever its hooks and the length of its batch
+        if not pack:
+            return None
         if self._longest is not None and ids_BS.shape[1] >= self._longest:
             by_length = "the model's rotary embeddings depend on the length of the batch"
             self._warn_once(f"A batch is not packed: from {self._longest} tokens on, {by_length}.")

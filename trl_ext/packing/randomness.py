@@ -12,10 +12,16 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from torch.nn.modules import module as torch_module
 
 from ..functions import closure_of, nested_codes
-from .hooks import describe_function, functions_of_users, is_known
+from .hooks import (
+    describe_function,
+    forward_hooks,
+    functions_of_users,
+    gradient_hooks,
+    is_known,
+    without_hooks_of_users,
+)
 from .observers import only_observes
 
 _RATES = ("drop", "jitter")
@@ -93,6 +99,16 @@ class Randomness:
     of_tokens: bool
     in_training_only: bool = True
 
+    @property
+    def weight(self) -> tuple[bool, bool]:
+        """A key to sort by: what changes most comes first."""
+        return self.of_tokens, self.in_training_only
+
+
+def strongest(*sources: Randomness | None) -> Randomness | None:
+    """Return the first of the `sources` that change most."""
+    return min((x for x in sources if x is not None), key=lambda x: x.weight, default=None)
+
 
 def randomness_of(model: nn.Module, neftune_noise_alpha: float | None = None) -> Randomness | None:
     """Return what `model` draws at random in training; `None` if two passes are equal.
@@ -104,13 +120,21 @@ def randomness_of(model: nn.Module, neftune_noise_alpha: float | None = None) ->
     """
     if neftune_noise_alpha is not None:
         return NEFTUNE
-    first_source = None
+    sources = []
     for name, module in model.named_modules():
         source = randomness_of_module(name, module)
-        if source is not None and not source.of_tokens:
-            return source
-        first_source = first_source or source
-    return first_source
+        if source is not None:
+            sources.append(source)
+            if source.weight == (False, False):
+                break
+    return strongest(*sources)
+
+
+def randomness_without_hooks(model: nn.Module) -> Randomness | None:
+    """Return what a check of the model would draw: it runs in evaluation mode and without users' hooks."""
+    with without_hooks_of_users(model):
+        randomness = randomness_of(model)
+    return None if randomness is None or randomness.in_training_only else randomness
 
 
 DROPOUT = Randomness("dropout is active", of_tokens=True)
@@ -119,21 +143,20 @@ NEFTUNE = Randomness("`neftune_noise_alpha` adds noise to the embeddings", of_to
 
 def randomness_of_module(name: str, module: nn.Module) -> Randomness | None:
     """Return what the module called `name` draws, without its children."""
-    hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
+    hooks = forward_hooks(module)
     if any(getattr(hook, "__name__", "") == "neftune_post_forward_hook" for hook in hooks):
         return NEFTUNE
     return _randomness_of_users(name, module, hooks) or _randomness_of_layer(name, module)
 
 
-def _randomness_of_users(name: str, module: nn.Module, hooks: tuple[Any, ...]) -> Randomness | None:
+def _randomness_of_users(name: str, module: nn.Module, hooks: list[Any]) -> Randomness | None:
     """Return why a user's hook or `forward` may change from call to call: all may, but for hooks that only observe.
 
     A function can read anything: a counter, the clock, noise that was drawn before, whether gradients are recorded.
     """
     part: Any = type(module)
     class_forwards = _forwards_of(part)
-    global_hooks = (torch_module._global_forward_pre_hooks, torch_module._global_forward_hooks)
-    for hook in (*hooks, *(hook for registered in global_hooks for hook in registered.values())):
+    for hook in hooks:
         for function in functions_of_users(hook, class_forwards):
             if not only_observes(function):
                 return _of_user(
@@ -143,6 +166,12 @@ def _randomness_of_users(name: str, module: nn.Module, hooks: tuple[Any, ...]) -
         return _of_user(
             f"the replaced `forward` of {_describe_module(name, module)}, {describe_function(function)}, {_MAY_CHANGE}"
         )
+    # A gradient that is clipped for each row, for example, depends on the rows of a tensor
+    for hook in gradient_hooks(module):
+        for function in functions_of_users(hook):
+            if not only_observes(function):
+                described = f"a backward hook of {_describe_module(name, module)}, {describe_function(function)}"
+                return Randomness(f"{described}, may change gradients", of_tokens=False)
     return None
 
 

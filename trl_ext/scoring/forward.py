@@ -6,13 +6,14 @@ also through wrappers such as PEFT and DDP. Calls without `fused_lm_head` run th
 
 import functools
 import logging
+import operator
 import types
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ..compat.choices import FusedCausalLMOutput
@@ -23,9 +24,10 @@ from ..heads.linear_log_probs import run_head
 from ..heads.logits import LinearLogProbs, LogitTransform
 from ..heads.sampling_mask import SamplingMask
 from ..packing.attention import index_select_fp32_grad, run_packed
+from ..packing.hooks import attached_functions
 from ..packing.layout import Layout
 from ..packing.packing import Packing
-from ..packing.randomness import Randomness, randomness_of
+from ..packing.randomness import Randomness, randomness_of, randomness_without_hooks, strongest
 from ..packing.support import backbone_of
 from .checks import check_adapter, check_head
 from .head import LinearHead, OpaqueHead, logit_transform, resolve_head, score_by_module
@@ -123,8 +125,11 @@ class ScoringForward:
         self.counts = ForwardTokens()  # since they were last taken, but for `skipped`, which packing counts
         self.head_rows: str | None = None  # which rows of the head's weight the last pass used, and why
         self.packing = Packing(model, padding_free=options.padding_free, share_prompts=options.share_prompts)
+        self.planned_randomness: Randomness | None = None  # what the plan knows, perhaps of another rank
+        self.late_randomness: Randomness | None = None  # of users' code that came after the plan was made
         self._randomness: Randomness | None = None
-        self._randomness_is_known = False
+        self._modules: list[nn.Module] | None = None  # of the model; None to look at all of it in the next pass
+        self._functions: list[Any] = []  # hooks and replaced forwards when `_randomness` was found
         self._checked_paths: set[tuple[bool, bool, bool, str]] = set()
 
     def __call__(
@@ -226,9 +231,11 @@ class ScoringForward:
     def _layout(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], labels: Any) -> Layout | None:
         """Return how the batch is packed, or None: then it stays padded."""
         randomness = self._randomness_of_pass(model)
-        if randomness is not None and not randomness.of_tokens:
-            return None  # the draws depend on the shape of the batch
-        return self.packing.layout(model, args, kwargs, labels, share=randomness is None)
+        packs = randomness is None or randomness.of_tokens  # other draws depend on the shape of the batch
+        if not packs and not _has_other_ranks():
+            return None
+        # Other ranks may have no such hook, and would wait for this rank in the check of the first batch
+        return self.packing.layout(model, args, kwargs, labels, share=randomness is None, pack=packs)
 
     def _split(self, layout: Layout | None, *batch_tensors: Tensor | None) -> tuple[Shard | None, float]:
         """Return this rank's shard of the row, and the factor that scales the gradient."""
@@ -252,15 +259,23 @@ class ScoringForward:
 
     def forget_randomness(self) -> None:
         """Look again, in the next pass, at what the model draws at random."""
-        self._randomness_is_known = False
+        self._modules = None
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _randomness_of_pass(self, model: Any) -> Randomness | None:
         """Return what makes equal tokens have different hidden states in this pass."""
-        if not self._randomness_is_known:
+        is_first_look = self._modules is None
+        if self._modules is None:
+            self._modules = list(model.modules())
+        functions = attached_functions(self._modules)
+        # A hook may come and go within a step, for example in a user's `compute_loss`
+        if is_first_look or not _are_same(functions, self._functions):
+            self._functions = functions
             self._randomness = randomness_of(model)
-            self._randomness_is_known = True
-        randomness = self._randomness
+            if self._randomness is not None and not self._randomness.of_tokens:
+                is_planned = self.planned_randomness is not None and not self.planned_randomness.of_tokens
+                self.late_randomness = self.late_randomness if is_planned else self._randomness
+        randomness = strongest(self._randomness, self.late_randomness, self.planned_randomness)
         is_off = randomness is not None and randomness.in_training_only and not model.training
         return None if is_off else randomness
 
@@ -398,6 +413,12 @@ class ScoringForward:
         Raises:
             `RuntimeError`: they differ, and the model's code does not run without its backbone.
         """
+        randomness = None if _has_other_ranks() else randomness_without_hooks(model)
+        if randomness is not None:  # one more forward would change the user's draws
+            logger.warning(
+                f"The log-probs of {self.model_class} were not compared with its own logits: {randomness.reason}."
+            )
+            return
         sample = ModelSample.of(model, self.model_forward, self.vocabulary, device, has_mask=has_mask)
         if sample is None:
             return
@@ -479,6 +500,14 @@ def _classes_of(sampling_mask: tuple[Tensor, Tensor], tokens: _PaddedTokens | _P
     ids_BK, counts_BC = (x.to(tokens.targets_N.device) for x in sampling_mask)
     numbers_BC = tokens.numbers()[:, -counts_BC.size(1) :]
     return SamplingMask.of_rows(ids_BK, counts_BC, numbers_BC, len(tokens.targets_N))
+
+
+def _has_other_ranks() -> bool:
+    return torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1
+
+
+def _are_same(functions: list[Any], others: list[Any]) -> bool:
+    return len(functions) == len(others) and all(map(operator.is_, functions, others))
 
 
 def attach_scoring_forward(model: Any, options: ScoringOptions, argument: str = "model") -> ScoringForward:

@@ -5,8 +5,6 @@ the same forwards, find the same.
 """
 
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from ..packing.first_batch import evaluating, is_coarse
+from ..packing.first_batch import is_coarse, undisturbed
 from ..packing.support import backbone_of
 from .model_logits import ModelForward, accepted
 
@@ -47,9 +45,9 @@ class ModelSample:
         if has_mask:
             inputs["attention_mask"] = torch.ones_like(ids_1N)
         try:
-            with evaluating(model), _seeded(device):
+            with undisturbed(model, device):
                 hidden_1NH = backbone_of(model)(**inputs).last_hidden_state
-            with evaluating(model), _seeded(device):
+            with undisturbed(model, device):
                 logits_1NV = forward(model, **accepted(model, inputs)).logits
         except Exception as error:  # of any model's code, which may need more inputs, or know the batch, as aLoRA does
             logger.warning(
@@ -84,15 +82,6 @@ def _token_ids(config: Any, vocabulary: int) -> list[int]:
     spread = [vocabulary * number // 64 for number in range(64)]
     usual = [token for token in spread if token not in placeholders] or spread
     return [usual[len(usual) * number // _TOKENS] for number in range(_TOKENS)]
-
-
-@contextmanager
-def _seeded(device: torch.device) -> Iterator[None]:
-    """Give equal random numbers to each `with` block, and leave the random state as it was."""
-    devices = [] if device.type == "cpu" else [device]
-    with torch.random.fork_rng(devices, device_type="cuda" if device.type == "cpu" else device.type):
-        torch.manual_seed(0)
-        yield
 
 
 def difference_reason(log_probs_M: Tensor, sample: ModelSample, temperature: float) -> str | None:

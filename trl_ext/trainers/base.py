@@ -42,7 +42,7 @@ from ..heads.kernels.work import triton_unavailable_reason
 from ..host.activations import ActivationsOnHost
 from ..losses.loss_types import unknown_loss_types
 from ..packing.hooks import has_users_hook
-from ..packing.randomness import NEFTUNE, Randomness, randomness_of
+from ..packing.randomness import NEFTUNE, Randomness, randomness_of, strongest
 from ..planning.agreement import agreed, compared
 from ..planning.plan import (
     Decision,
@@ -286,8 +286,8 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
     def _randomness(self) -> Randomness | None:
         """Return why two passes of the same weights differ in training; `None` if they are equal. All plans ask it."""
         randomness = NEFTUNE if self.neftune_noise_alpha is not None else self._look_at_policy(randomness_of)
-        is_of_tokens = randomness is None or randomness.of_tokens
-        return self._randomness_of_ranks or randomness if is_of_tokens else randomness
+        # Hooks that are there in a pass only, and those of other ranks
+        return strongest(randomness, self._scorer.policy.late_randomness, self._randomness_of_ranks)
 
     def _look_at_policy(self, look: Callable[[Any], Any]) -> Any:
         """Return what `look` finds in the policy. Within an optimizer step it looks only once, at all modules."""
@@ -356,6 +356,7 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
             forward.forget_randomness()
         self._scorer.set_entropy_gradient(self._entropy_has_gradient())
         self._known_randomness = self._randomness()
+        self._scorer.policy.planned_randomness = self._known_randomness
         self.plan = self._make_plan()
 
     def _follow_changes(self) -> None:
