@@ -269,6 +269,7 @@ def test_without_a_gpu_or_a_bound_there_is_one_error(words, capsys: pytest.Captu
     assert "RTX-4090" in said
 
 
+@pytest.mark.slow
 def test_if_nothing_fits_the_error_names_the_smallest_peak_and_what_is_left(words, capsys: pytest.CaptureFixture):
     assert main(["plan", "dpo", *words["dpo"], "--device", "cpu", "--device_memory", "0.0001"]) == 2
     said = capsys.readouterr().err.strip().splitlines()[-1]

@@ -130,6 +130,7 @@ def test_new_loss_types_train_as_in_their_trl(later: Path, workshop: Workshop) -
         assert "is unknown to this release of trl_ext, and may depend on the whole micro-batch" in reason
 
 
+@pytest.mark.slow
 def test_new_loss_types_train_as_in_their_trl_on_two_ranks(
     later: Path, workshop: Workshop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -155,6 +156,7 @@ for name, loss_type in [("DPO", ["batch_centred"]), ("GRPO", "batch_pul"), ("KTO
 """
 
 
+@pytest.mark.slow
 def test_a_typo_is_refused_and_the_error_names_the_new_loss_types(later: Path) -> None:
     done = run_python(MISTAKES, environment_of(later))
     errors = done.stdout.splitlines()

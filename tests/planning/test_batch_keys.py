@@ -13,7 +13,7 @@ ROOMS = ("trainers", "planning", "compat", "losses", "reference")
 # Names that the package gives to a batch
 BATCHES = {"batch", "trl_batch", "inputs", "draw", "pairs", "merging"}
 # Where a dict is built from a batch: what a model's call takes besides, and an array of a file of the store
-OF_OTHER_DICTS = {"fused_lm_head", "output_router_logits", "values"}
+OF_OTHER_DICTS = {"fused_lm_head", "output_router_logits", "use_cache", "values"}
 
 
 def rows() -> list[list[str]]:

@@ -18,6 +18,7 @@ for name in ("SFTTrainer", "DPOTrainer", "KTOTrainer", "GRPOTrainer", "RLOOTrain
 """
 
 
+@pytest.mark.slow
 def test_a_tree_gives_the_same_bits_and_a_turned_sign_does_not(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
