@@ -24,6 +24,7 @@ from drop_in_cases import DPO_LEARNING_RATES, DPO_LOSSES, GRPO_LOSSES
 from ranks import Rank, run_on_ranks
 from rewards import id_reward
 from tiny import ROLLOUTS, Workshop, lora_config, preferences, prompts
+from token_counts import as_of_a_library
 from trained_weights import far, trained
 from trl_ext.scoring.forward import ScoringOptions, attach_scoring_forward
 
@@ -63,7 +64,7 @@ class Calls(TrainerCallback):
                 output.register_hook(self._back)
 
         layers = [module for module in model.modules() if type(module).__name__.endswith("DecoderLayer")]
-        layers[-1].register_forward_hook(after)
+        layers[-1].register_forward_hook(as_of_a_library(after))
 
     def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.batches += 1

@@ -22,6 +22,7 @@ from metric_table import counts_work
 from ranks import Rank, run_on_ranks
 from rewards import dead_on_rank_1
 from tiny import Workshop, prompts, scripted_rollout
+from token_counts import as_of_a_library
 from trained_weights import far, trained
 
 STEPS = 3
@@ -46,7 +47,7 @@ class Watch(TrainerCallback):
             self.exchanged.append(bucket.buffer().numel())
             return allreduce_hook(group, bucket)
 
-        model.get_input_embeddings().register_forward_hook(fed)
+        model.get_input_embeddings().register_forward_hook(as_of_a_library(fed))
         if isinstance(self.trainer.model_wrapped, DistributedDataParallel):
             self.trainer.model_wrapped.register_comm_hook(None, exchange)
 
