@@ -44,13 +44,6 @@ def is_known(module: str | None) -> bool:
     return (module or "").split(".")[0] in _KNOWN
 
 
-def has_users_hook(model: nn.Module) -> bool:
-    """Whether a forward hook of a user runs in `model`."""
-    hooks = [hook for module in model.modules() for hook in module._forward_hooks.values()]
-    hooks += torch_module._global_forward_hooks.values()
-    return any(True for hook in hooks for _ in functions_of_users(hook))
-
-
 def functions_of_users(
     value: Any, class_forwards: Set[FunctionType] = frozenset()
 ) -> Iterator[FunctionType | MethodType]:

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from torch.nn.modules import module as torch_module
 
 from ..functions import closure_of, nested_codes
 from .hooks import (
@@ -135,6 +136,13 @@ def randomness_without_hooks(model: nn.Module) -> Randomness | None:
     with without_hooks_of_users(model):
         randomness = randomness_of(model)
     return None if randomness is None or randomness.in_training_only else randomness
+
+
+def may_keep_outputs(model: nn.Module) -> bool:
+    """Whether a forward hook of a user may keep what a module of `model` returns, with its graph, for a loss."""
+    hooks = [hook for module in model.modules() for hook in module._forward_hooks.values()]
+    hooks += torch_module._global_forward_hooks.values()
+    return any(not only_observes(function) for hook in hooks for function in functions_of_users(hook))
 
 
 DROPOUT = Randomness("dropout is active", of_tokens=True)

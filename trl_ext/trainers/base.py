@@ -41,8 +41,7 @@ from ..distributed.ranks import Ranks
 from ..heads.kernels.work import triton_unavailable_reason
 from ..host.activations import ActivationsOnHost
 from ..losses.loss_types import unknown_loss_types
-from ..packing.hooks import has_users_hook
-from ..packing.randomness import NEFTUNE, Randomness, randomness_of, strongest
+from ..packing.randomness import NEFTUNE, Randomness, may_keep_outputs, randomness_of, strongest
 from ..planning.agreement import agreed, compared
 from ..planning.plan import (
     Decision,
@@ -552,7 +551,7 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
     def _policy_scored(self, by: str | None = None, return_outputs: bool = False) -> Iterator[None]:
         """Require our forward to score the policy in the block. If a subclass's method `by` does it instead, warn."""
         entropy: AbstractContextManager[None]
-        if has_users_hook(self.model_wrapped):  # it gets the outputs of a forward, so a loss may read their entropy
+        if may_keep_outputs(self.model_wrapped):  # a loss may read their entropy
             entropy = self._scorer.entropy_gradient(True)
         elif return_outputs or self._loss_reads_entropy():
             entropy = nullcontext()
