@@ -18,6 +18,7 @@ from drop_in_cases import CASES
 from model_families import batch
 from run_losses import Trainers, train
 from tiny import MODELS, lora_config, preferences
+from token_counts import as_of_a_library
 from training_comparison import assert_same
 from trl_ext.host.reference import HostedReference, check_supported
 from trl_ext.scoring.forward import ScoringOptions, attach_scoring_forward
@@ -119,19 +120,20 @@ def test_an_exception_leaves_every_weight_on_the_host():
     want = score(model).log_probs
     hosted = HostedReference(model, DEVICE)
     home = places(model)
-    broken = model.model.layers[2].mlp.register_forward_pre_hook(lambda *_: 1 / 0)
+    broken = model.model.layers[2].mlp.register_forward_pre_hook(as_of_a_library(lambda *_: 1 / 0))
     with pytest.raises(ZeroDivisionError):
         score(model)
     assert places(model) == home
     assert not hosted._places
     broken.remove()
     # An interrupt is not an `Exception`: no hook runs after it, and the next call restores the weights
-    broken = model.model.layers[3].mlp.register_forward_pre_hook(interrupt)
+    broken = model.model.layers[3].mlp.register_forward_pre_hook(as_of_a_library(interrupt))
     with pytest.raises(KeyboardInterrupt):
         score(model)
     broken.remove()
     at_start = []
-    model.model.layers[0].register_forward_pre_hook(lambda *_: at_start.append(places(model)))
+    watch = as_of_a_library(lambda *_: at_start.append(places(model)))
+    model.model.layers[0].register_forward_pre_hook(watch)
     assert torch.equal(score(model).log_probs, want)
     assert all(at_start[0][name] == home[name] for name in home if "layers.3" in name)
     assert places(model) == home
