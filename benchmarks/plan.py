@@ -19,7 +19,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from itertools import combinations, islice
 from pathlib import Path
 from typing import Any
@@ -183,7 +183,8 @@ def measured(method: str, shape: Shape, lora: bool, few: bool) -> Iterator[Line]
     times = predicted(subjects[0][0].model, space, options)
     shared = {"method": method, "lora": lora, "shape": {"hidden": shape.hidden, "layers": shape.layers}}
     for option, milliseconds, relative in zip(options, medians, times, strict=True):
-        line = {"benchmark": "plan_option", **shared, "option": vars(option), "milliseconds": milliseconds}
+        arguments = {name: x for name, x in vars(option).items() if name != "setting"} | asdict(option.setting)
+        line = {"benchmark": "plan_option", **shared, "option": arguments, "milliseconds": milliseconds}
         yield line | {"predicted": relative, "rounds": shape.rounds}
     pairs = [
         (a < b) == (times[i] < times[j])

@@ -51,23 +51,30 @@ class Steps(TrainerCallback):
 
     def __init__(self, trainer: Any) -> None:
         self.taken: list[Step] = []
+        self._tokens = 0
+        self._no_grad_forwards = 0
         for model in filter(None, (trainer.model, trainer.ref_model)):
             model.get_input_embeddings().register_forward_hook(self._count)
         trainer.add_callback(self)
 
     def _count(self, module: Any, args: Any, output: Any) -> None:
-        if self.taken:  # DPO's trainer may score before the first step
-            self.taken[-1].tokens += args[0].numel()
-            self.taken[-1].no_grad_forwards += not torch.is_grad_enabled()
+        # A hook that may do more than observe would make our trainers pad as TRL does
+        self._tokens += args[0].numel()
+        if not torch.is_grad_enabled():
+            self._no_grad_forwards += 1
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if torch.cuda.is_available():
             torch.cuda.reset_peak_memory_stats()
         self.taken.append(Step())
+        self._tokens = 0  # DPO's trainer may have scored before the first step
+        self._no_grad_forwards = 0
         self._begun = now()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self.taken[-1].milliseconds = 1e3 * (now() - self._begun)
+        self.taken[-1].tokens = self._tokens
+        self.taken[-1].no_grad_forwards = self._no_grad_forwards
         if torch.cuda.is_available():
             self.taken[-1].peak_mib = torch.cuda.max_memory_allocated() / 2**20
 
