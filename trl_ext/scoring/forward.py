@@ -8,6 +8,7 @@ import functools
 import logging
 import operator
 import types
+import weakref
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -109,6 +110,7 @@ class ScoringForward:
 
     def __init__(self, model: Any, options: ScoringOptions, model_forward: ModelForward) -> None:
         self.options = options
+        self._model = weakref.ref(model)  # the model's `forward` holds this object
         self.model_forward = model_forward  # the model's, which returns logits
         self.model_class = type(model).__name__
         self.trl_transform: LogitTransform = logit_transform(model.config, options.temperature)
@@ -261,20 +263,33 @@ class ScoringForward:
         """Look again, in the next pass, at what the model draws at random."""
         self._modules = None
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _randomness_of_pass(self, model: Any) -> Randomness | None:
-        """Return what makes equal tokens have different hidden states in this pass."""
+    def look_for_hooks(self) -> bool:
+        """Look at the hooks again. Return whether one has come since the plan was made that the plan must know."""
+        model = self._model()
+        known_randomness = self.late_randomness
+        if model is not None:
+            self._look_at(model)
+        return self.late_randomness != known_randomness
+
+    def _look_at(self, model: Any) -> None:
+        """Look at what `model` draws at random, if its hooks differ from those of the last look."""
         is_first_look = self._modules is None
         if self._modules is None:
             self._modules = list(model.modules())
         functions = attached_functions(self._modules)
+        if not is_first_look and _are_same(functions, self._functions):
+            return
+        self._functions = functions
+        self._randomness = randomness_of(model)
+        if self._randomness is not None and not self._randomness.of_tokens:
+            is_planned = self.planned_randomness is not None and not self.planned_randomness.of_tokens
+            self.late_randomness = self.late_randomness if is_planned else self._randomness
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _randomness_of_pass(self, model: Any) -> Randomness | None:
+        """Return what makes equal tokens have different hidden states in this pass."""
         # A hook may come and go within a step, for example in a user's `compute_loss`
-        if is_first_look or not _are_same(functions, self._functions):
-            self._functions = functions
-            self._randomness = randomness_of(model)
-            if self._randomness is not None and not self._randomness.of_tokens:
-                is_planned = self.planned_randomness is not None and not self.planned_randomness.of_tokens
-                self.late_randomness = self.late_randomness if is_planned else self._randomness
+        self._look_at(model)
         randomness = strongest(self._randomness, self.late_randomness, self.planned_randomness)
         is_off = randomness is not None and randomness.in_training_only and not model.training
         return None if is_off else randomness

@@ -55,6 +55,11 @@ class Scorer:
         if requires_grad != self.policy.options.entropy_requires_grad:
             self.policy.options = replace(self.policy.options, entropy_requires_grad=requires_grad)
 
+    def look_for_hooks(self) -> bool:
+        """Return whether hooks of users have come to a model since the plan was made, which the plan must know."""
+        models_have_changed = [forward.look_for_hooks() for forward in self.forwards]
+        return any(models_have_changed)
+
     @contextmanager
     def entropy_gradient(self, requires_grad: bool) -> Iterator[None]:
         """Set in the `with` block whether the entropy has a gradient, which costs a product with the vocabulary."""

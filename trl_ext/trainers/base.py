@@ -547,6 +547,24 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
                 f"loss do not run. The plan is now:\n{self.explain()}"
             )
 
+    def _loss_begins(self, batch: dict[str, Any]) -> None:
+        """Called first by each `compute_loss`. Hooks of users may have come since the step began."""
+        self._loss_reached = True
+        if not self._scorer.look_for_hooks() or self._ranks.world.num_processes > 1:
+            return  # several ranks agree on a plan when the next step begins
+        self._follow_changes()
+        late_randomness = self._scorer.policy.late_randomness
+        if late_randomness is not None and self.model.training and self._lacks_old_policy(batch):
+            logger.warning(
+                f"A hook has come since this batch was generated: {late_randomness.reason}. In "
+                "TRL, the log-probs of the old policy are without it; here they are with it, until completions are "
+                "generated again. Add the hook before training."
+            )
+
+    def _lacks_old_policy(self, batch: dict[str, Any]) -> bool:
+        """Whether `batch` lacks log-probs of the old policy that stock TRL has scored at generation."""
+        return False
+
     @contextmanager
     def _policy_scored(self, by: str | None = None, return_outputs: bool = False) -> Iterator[None]:
         """Require our forward to score the policy in the block. If a subclass's method `by` does it instead, warn."""

@@ -142,7 +142,7 @@ class DPOTrainer(ExactTrainer, trl.DPOTrainer):
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
         """Return the loss of a micro-batch, a scalar. TRL's method calls our `_compute_loss`, or an override."""
-        self._loss_reached = True
+        self._loss_begins(inputs)
         if not len(inputs["input_ids"]):
             # Its pairs run with a later micro-batch, in parts as large as `max_tokens_per_micro_batch` allows
             return self._part_training.loss_without_backward()

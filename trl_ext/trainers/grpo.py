@@ -204,6 +204,7 @@ class GRPOTrainer(ExactTrainer, trl.GRPOTrainer):
         generates = self._buffer.mid_cycle_slices() is None
         with self._grpo_generation.fills_buffer() if generates else nullcontext():
             batch = super()._prepare_inputs(generation_batch)
+        self._follow_changes()  # a reward function may change what the loss reads
         if generates and self.plan.merges:
             batch = self._buffer.merge(self._grpo_generation.micro_batches_per_step())
         self._grpo_passes.score_buffer(is_new=generates)
@@ -211,6 +212,9 @@ class GRPOTrainer(ExactTrainer, trl.GRPOTrainer):
 
     def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
         return self._grpo_generation.of_batch(inputs)
+
+    def _lacks_old_policy(self, batch: dict[str, Any]) -> bool:
+        return self.plan.trl_scores_old_policy and "old_per_token_logps" not in batch
 
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
@@ -221,8 +225,7 @@ class GRPOTrainer(ExactTrainer, trl.GRPOTrainer):
         `planning/batch_keys.py` lists its keys.
         """
         batch = inputs
-        self._loss_reached = True
-        self._follow_changes()
+        self._loss_begins(batch)
         if not len(batch["completion_ids"]):
             # Its rows run with a later micro-batch, in parts as large as `max_tokens_per_micro_batch` allows
             return self._part_training.loss_without_backward()

@@ -131,7 +131,7 @@ class KTOTrainer(ExactTrainer, trl.KTOTrainer):
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
         """Return the loss of a micro-batch, a scalar. TRL's method calls our `_compute_loss`, or an override."""
-        self._loss_reached = True
+        self._loss_begins(inputs)
         self._ranks.check_same(inputs["input_ids"])
         self._reference_sums = None
         with self._policy_scored(return_outputs=return_outputs), self._non_finite.recorded(model) as policy_forwards:

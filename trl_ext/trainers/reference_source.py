@@ -223,6 +223,9 @@ class ReferenceSource:
             randomness = weights.randomness(in_training=is_policy)
         if randomness is None and is_policy and policy_randomness == NEFTUNE:
             randomness = NEFTUNE.reason
+        late_randomness = self.scorer.forwards[0 if is_policy else -1].late_randomness
+        if randomness is None and late_randomness is not None:
+            randomness = late_randomness.reason
         if randomness is not None:
             return f"{randomness}, so two passes can differ"
         if is_policy and (args.bf16_full_eval or args.fp16_full_eval):

@@ -114,7 +114,10 @@ class RLOOTrainer(ExactTrainer, trl.RLOOTrainer):
 
     def _prepare_inputs(self, generation_batch: Any) -> Any:
         with internals.shuffled_then(self._reorder, trl.RLOOTrainer):
-            return super()._prepare_inputs(generation_batch)
+            batch = super()._prepare_inputs(generation_batch)
+        if self.model.training:
+            self._follow_changes()  # a reward function may change what the loss reads
+        return batch
 
     def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
         """Sample and reward as TRL does. Equal rewards have advantages of exactly 0, if the plan says so."""
@@ -166,6 +169,9 @@ class RLOOTrainer(ExactTrainer, trl.RLOOTrainer):
 
     # Training
 
+    def _lacks_old_policy(self, batch: dict[str, Any]) -> bool:
+        return "old_logps" not in batch
+
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Tensor:
@@ -174,8 +180,7 @@ class RLOOTrainer(ExactTrainer, trl.RLOOTrainer):
         `inputs` holds B rows of C completion tokens; `planning/batch_keys.py` lists its keys.
         """
         batch = inputs
-        self._loss_reached = True
-        self._follow_changes()
+        self._loss_begins(batch)
         if self.plan.facts.own_loss is not None:
             return self._subclass_loss(model, batch, return_outputs, num_items_in_batch)
         scores = self._score_policy(model, batch)

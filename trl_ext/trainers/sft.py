@@ -150,7 +150,7 @@ class SFTTrainer(ExactTrainer, trl.SFTTrainer):
         The policy's pass is left to TRL's loss, which calls the model in one of four ways, and nothing of ours reads
         its scores before.
         """
-        self._loss_reached = True
+        self._loss_begins(inputs)
         self._ranks.check_same(inputs["input_ids"])
         with self._policy_scored(return_outputs=return_outputs), self._non_finite.recorded(model) as policy_forwards:
             loss = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
