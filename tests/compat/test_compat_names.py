@@ -5,7 +5,6 @@ import os
 import re
 import sys
 import tempfile
-import time
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -118,11 +117,9 @@ def test_a_passed_check_is_recorded(tmp_path: Path, monkeypatch):
         check_untested(LATER, TESTED)
     assert len(warned) == 1
     assert len(list((tmp_path / "trl_ext").iterdir())) == 1
-    begun = time.process_time()
     monkeypatch.setattr("trl_ext.compat.moved.moved", lambda found: ["`trl.x` has no `y`"])
     with pytest.warns(UserWarning, match="is not tested"):
         check_untested(LATER, TESTED)
-    assert time.process_time() - begun < 0.05
     with pytest.raises(ImportError, match=r"does not work with trl 1\.17\.1, .*\n- `trl\.x` has no `y`$"):
         check_untested({**LATER, "trl": "1.17.1"}, TESTED)
     assert len(list((tmp_path / "trl_ext").iterdir())) == 1  # the check runs again

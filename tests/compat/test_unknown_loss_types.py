@@ -13,6 +13,7 @@ import pytest
 import trl
 
 import trl_ext
+import trl_ext.compat  # warns of a later TRL here, because warnings are errors where ranks run
 from drop_in_cases import Case
 from later_trl import NEW, NEW_LOSS_TYPES, environment_of, make_later_trl, run_python
 from ranks import Rank, run_on_ranks

@@ -468,7 +468,7 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 from trl_ext.heads.kernels import triton_kernels as kernels
-from trl_ext.heads.kernels.triton_work import _of_width
+from trl_ext.heads.kernels.triton_work import _launch_options
 
 HALVES = {"bias_ptr", "coefficients_ptr", "nontarget_grad_ptr", "grad_logits_ptr"}
 NUMBERS = {"targets_ptr": "*i64", "start": "i32", "width": "i32", "stride": "i32"}
@@ -490,7 +490,7 @@ def compiled(kernel, flags, width, target):
     even = [name for name, x in signature.items() if x[0] == "*" or name == "stride"]
     aligned = {(place(name),): [["tt.divisibility", 16]] for name in even}
     source = ASTSource(kernel, signature, {(place(name),): x for name, x in constants.items()}, aligned)
-    options = {name: x for name, x in _of_width(width).items() if name != "COLUMNS"}
+    options = {name: x for name, x in _launch_options(width).items() if name != "COLUMNS"}
     return triton.compile(source, target=target, options=options)
 
 backend, arch, lanes = TARGET
@@ -507,7 +507,7 @@ for kernel in (kernels.fold, kernels.finish, kernels.gradient):
             assert "0 bytes spill stores, 0 bytes spill loads" in said, said
             if kernel is kernels.finish:  # one number of each token: too few to need vectors
                 continue
-            each = width // 32 // _of_width(width)["num_warps"]  # columns of a thread
+            each = width // 32 // _launch_options(width)["num_warps"]  # columns of a thread
             vectors = {way: len(re.findall(way + r"[.]global\\S*[.]v4", made.asm["ptx"])) for way in ("ld", "st")}
             assert vectors["ld"] >= each // 4, vectors  # fp32, 16 bytes each
             assert vectors["st"] >= each // 8, vectors  # bf16

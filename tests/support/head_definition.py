@@ -57,6 +57,14 @@ def defined(
     )
 
 
+def has_one_maximum(logits: Tensor) -> Tensor:
+    """Return whether the largest logit is larger than all others by more than rounding. A softcap makes some equal."""
+    if logits.size(-1) == 1:
+        return torch.ones_like(logits[..., 0], dtype=torch.bool)
+    first, second = logits.detach().topk(2).values.unbind(-1)
+    return first - second > 1e-12 * first.abs().clamp(min=1.0)
+
+
 def log_p_where_certain(logits: Tensor, targets: Tensor) -> Tensor:
     """Return log p of the target in float64 from its log-odds, exact even if p rounds to 1."""
     target = logits.gather(-1, targets[..., None])
