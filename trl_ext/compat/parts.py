@@ -11,14 +11,7 @@ from torch import Tensor
 from .replaced import replaced
 
 
-def train_part(
-    trainer: Any,
-    model: Any,
-    batch: Any,
-    num_items: Any,
-    part_loss: Callable[[], Tensor],
-    metrics_off: AbstractContextManager[Any],
-) -> None:
+def train_part(trainer: Any, model: Any, batch: Any, num_items: Any, part_loss: Callable[[], Tensor]) -> None:
     """Run transformers' training step with `part_loss` in place of `compute_loss`.
 
     Transformers' step scales the loss for accumulation and for the engine, so no factor of it is repeated here.
@@ -28,7 +21,7 @@ def train_part(
         return part_loss()
 
     step_members = {"_prepare_inputs": lambda inputs: inputs, "compute_loss": compute_loss}
-    with _without_synchronization(trainer.accelerator, model), metrics_off, replaced(trainer, **step_members):
+    with _without_synchronization(trainer.accelerator, model), replaced(trainer, **step_members):
         transformers.Trainer.training_step(trainer, model, batch, num_items)
 
 

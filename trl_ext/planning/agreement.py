@@ -19,7 +19,6 @@ _OF_CODE = frozenset(
         "overrides_loss",
         "bypasses_loss",
         "has_own_pass",
-        "own_pass",
         "has_entropy_bonus",
         "trains_expert_modules",
         "not_storable",

@@ -50,7 +50,6 @@ class GRPOFacts(SampledFacts):
     truncated_sampling: tuple[str, ...]  # arguments that truncate the sampling distribution
     unknown_mask: str | None  # why it is not known which tokens the sampler could choose
     # What code of the user overrides
-    has_own_pass: bool  # TRL's scoring pass
     bypasses_loss: bool  # its `compute_loss` does not call ours
     has_own_loss: bool  # TRL's loss, so any row or token may count
 

@@ -5,6 +5,7 @@ rows that ran, C completion tokens, S tokens of a row.
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -34,19 +35,33 @@ _OLD_POLICY_MISSING = (
 PassOutputs = tuple[Tensor, Tensor, Tensor | None]  # of TRL's scoring pass: log-probs, entropies, router loss
 
 
-@dataclass(frozen=True)
-class LossInputs:
+@dataclass(frozen=True, kw_only=True)
+class SampledLossInputs:
+    """What the losses of GRPO and RLOO both read."""
+
+    scores: PolicyScores
+    policy_BC: Tensor  # log-probs, with the graph of the training forward
+    entries_for_reuse: dict[str, Tensor]  # of the batch, for later iterations over this micro-batch
+
+    @property
+    def scored(self) -> ScoredTokens:
+        """The rows that ran and the tokens that were scored."""
+        return self.scores.scored
+
+    @cached_property
+    def entropies_BC(self) -> Tensor:
+        """With the graph of the training forward, and 0 where nothing was scored."""
+        return self.scored.scatter(self.scores.entropies_RC)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossInputs(SampledLossInputs):
     """The inputs of GRPO's loss."""
 
-    scored: ScoredTokens  # the rows that ran and the tokens that were scored
-    policy_BC: Tensor  # log-probs, with the graph of the training forward
-    entropies_BC: Tensor  # 0 where nothing was scored
-    router_loss: Tensor | None  # scalar, of a mixture of experts
     old_BC: Tensor  # log-probs of the old policy, bounded where the ratio would overflow (see `non_finite.py`)
     reference_BC: Tensor | None  # log-probs of the reference, bounded likewise; None without a KL term
     importance_ratio: Tensor | None  # old policy to sampler, (B, C) or (B, 1), if the loss corrects for the sampler
     sampler_ratio: SamplerRatio | None  # the same with its statistics, if it was computed for this micro-batch
-    entries_for_reuse: dict[str, Tensor]  # of the batch, for later iterations over this micro-batch
 
     @classmethod
     def of(cls, batch: dict[str, Any], scores: PolicyScores, plan: GRPOPlan) -> "LossInputs":
@@ -109,10 +124,8 @@ class LossInputs:
         if stored_old_BC is None:
             entries_for_reuse |= old_policy_entries(old_BC, scored.tokens_BC)
         return cls(
-            scored=scored,
+            scores=scores,
             policy_BC=policy_BC,
-            entropies_BC=scored.scatter(scores.entropies_RC),
-            router_loss=scores.router_loss,
             old_BC=bounded_old_BC,
             reference_BC=bounded_reference_BC,
             importance_ratio=importance_ratio,
@@ -136,7 +149,7 @@ class LossInputs:
                     trl_batch[key] = pad(trl_batch[key], (0, 1))
             policy_BC = pad(policy_BC, (0, 1))
             entropies_BC = pad(entropies_BC, (0, 1))
-        return trl_batch, (policy_BC, entropies_BC, self.router_loss)
+        return trl_batch, (policy_BC, entropies_BC, self.scores.router_loss)
 
     def not_finite(self, batch: dict[str, Any]) -> dict[int, list[str]]:
         """Return each row with a value that is not finite, and what gave the value: passes, ratio or reward."""
@@ -150,18 +163,13 @@ class LossInputs:
         return not_finite_rows(values, self.scored.tokens_BC)
 
 
-@dataclass(frozen=True)
-class RLOOLossInputs:
-    """The inputs of RLOO's loss."""
+@dataclass(frozen=True, kw_only=True)
+class RLOOLossInputs(SampledLossInputs):
+    """The inputs of RLOO's loss. The policy's log-probs are 0 where nothing was scored."""
 
-    scored: ScoredTokens
-    policy_BC: Tensor  # log-probs with the graph of the training forward, 0 where nothing was scored
-    entropies_BC: Tensor  # likewise
-    router_loss: Tensor | None  # scalar, of a mixture of experts
     completion_mask_BC: Tensor  # without the rows that did not run
     old_sums_B: Tensor  # log-probs of the old policy, summed over each completion; 0 for rows that did not run
     is_old_policy: bool  # whether the policy's own log-probs are the old policy's
-    entries_for_reuse: dict[str, Tensor]  # of the batch, for later passes over this micro-batch
 
     @classmethod
     def of(cls, batch: dict[str, Any], scores: PolicyScores) -> "RLOOLossInputs":
@@ -184,10 +192,8 @@ class RLOOLossInputs:
             completion_mask_BC = completion_mask_BC * live_B.unsqueeze(1)
             old_sums_B = old_sums_B.masked_fill(~live_B, 0.0)
         return cls(
-            scored=scored,
+            scores=scores,
             policy_BC=policy_BC,
-            entropies_BC=scored.scatter(scores.entropies_RC),
-            router_loss=scores.router_loss,
             completion_mask_BC=completion_mask_BC,
             old_sums_B=old_sums_B,
             is_old_policy=is_old_policy,
@@ -197,7 +203,7 @@ class RLOOLossInputs:
     def for_trl(self, batch: dict[str, Any]) -> tuple[dict[str, Any], PassOutputs]:
         """Return the batch that TRL's loss reads, and what its scoring pass returns for that batch."""
         trl_batch = {**batch, "completion_mask": self.completion_mask_BC, "old_logps": self.old_sums_B}
-        return trl_batch, (self.policy_BC, self.entropies_BC, self.router_loss)
+        return trl_batch, (self.policy_BC, self.entropies_BC, self.scores.router_loss)
 
     def not_finite(self, batch: dict[str, Any]) -> dict[int, list[str]]:
         """Return each row with a value that is not finite, and what gave the value: passes or reward."""

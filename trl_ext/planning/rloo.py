@@ -17,7 +17,6 @@ from .sampled import (
 class RLOOFacts(SampledFacts):
     """What is known about a run when its plan is made."""
 
-    own_pass: str | None  # TRL's log-prob pass, if it is overridden
     own_loss: str | None  # an overridden method that computes the loss, or a `compute_loss` that does not call ours
 
 
@@ -26,6 +25,7 @@ class RLOOPlan(Plan):
     """The decisions and the facts."""
 
     facts: RLOOFacts
+    loss_runs_passes: bool  # a subclass's loss gets TRL's batch and runs its own passes
     reuses_old_policy: bool  # the policy's own log-probs are the old policy's
     skips_masked: bool
     skips_zero_advantages: bool
@@ -54,6 +54,7 @@ def plan_rloo(facts: RLOOFacts) -> RLOOPlan:
             micro_batches,
         ),
         facts=facts,
+        loss_runs_passes=facts.own_loss is not None,
         reuses_old_policy=old_policy_reason is None,
         skips_masked=all_rows_reason is None,
         skips_zero_advantages=all_rows_reason is None,
@@ -65,7 +66,7 @@ def _all_rows_reason(facts: RLOOFacts) -> str | None:
     """Return why a row without a gradient must run; `None` if it need not."""
     if facts.own_loss is not None:
         return f"this trainer overrides `{facts.own_loss}`, which may send a gradient through any of them"
-    if facts.own_pass is not None:
+    if facts.has_own_pass:
         return "this trainer overrides TRL's log-prob pass, which may depend on the whole batch"
     reason = model_row_reason(facts)
     if reason is None and facts.has_images:

@@ -118,6 +118,8 @@ def live_tokens(batch: dict[str, Any], *, skip_masked: bool, skip_zero_advantage
     With `skip_masked`, rows without a token in the loss are dead, and with `skip_zero_advantages` rows whose advantage
     is exactly 0. The loss multiplies tokens of padding, masked completions and tools by 0, so they are never scored.
     """
+    if not (skip_masked or skip_zero_advantages):
+        return all_tokens(batch)  # without waiting for the device
     tokens_BC = loss_mask(batch)
     live_B = tokens_BC.any(dim=1) if skip_masked else torch.ones_like(tokens_BC[:, 0])
     if skip_zero_advantages:

@@ -29,6 +29,7 @@ class SampledFacts:
     draws_for_batch: bool  # the draws can depend on the rows of a forward
     # What code of the user overrides or reads
     generation_reader: str | None  # a method that makes or reads generation batches, or the pass that scores them
+    has_own_pass: bool  # TRL's scoring pass is overridden
     overridden_below: str | None  # such a method below ours: in a class between ours and TRL's, or in place of TRL's
     batch_reader: str | None  # what may read or change a micro-batch, such as "overrides `compute_loss`, which ..."
 

@@ -4,7 +4,6 @@ Dimensions: B pairs, so 2B rows, the chosen ones first; S tokens of the longest 
 """
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -95,7 +94,7 @@ class DPOPasses:
                 return part_loss(loss_inputs) * (len(pairs) / (len(labels) // 2))
 
             # `part_loss` logs nothing: the metrics of all pairs come with the loss of the whole batch
-            self.part_training.train_part(model, batch, None, loss_of_pairs, nullcontext())
+            self.part_training.train_part(model, batch, None, loss_of_pairs)
         last = score_part(parts[-1], rows_of_parts[-1])
         self._order = torch.cat(rows_of_parts).argsort()
         return internals.join_scores([*part_scores, dict(last.scores.items())], self._order)

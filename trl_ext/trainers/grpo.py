@@ -146,7 +146,6 @@ class GRPOTrainer(ExactTrainer, trl.GRPOTrainer):
             sampler_gives_log_probs=self.use_vllm or self.rollout_func is not None,
             truncated_sampling=truncated,
             unknown_mask=self._unknown_mask_reason(options.keep_sampling_mask) if truncated else None,
-            has_own_pass=self._replaces("pass"),
             bypasses_loss=self._bypasses_loss,
             has_own_loss=internals.overridden_loss(self) is not None or self._bypasses_loss,
         )

@@ -1,9 +1,8 @@
-"""GRPO's log-prob passes: which rows and tokens each pass scores, in how many forwards, and with which model.
+"""GRPO's log-prob passes: when each pass runs, in how many forwards, and with which model.
 
 Dimensions: B rows of a batch, R rows that run, C completion tokens.
 """
 
-from collections import defaultdict
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -11,12 +10,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..compat import sampled as internals
-from ..compat.overrides import PASS
 from ..compat.replaced import unrecorded_pass
-from ..packing.packing import LastResult
 from ..planning.batch_keys import (
     SAMPLING_MASK_KEYS,
     has_old_policy,
@@ -25,18 +21,16 @@ from ..planning.batch_keys import (
 )
 from ..planning.grpo import GRPOPlan
 from ..planning.loss_inputs import LossInputs, trusted_log_probs
-from ..planning.micro_batches import RowTokens
 from ..planning.parts import Parts
 from ..planning.plan import changes_of
-from ..planning.rows import PolicyScores, ScoredTokens, all_tokens, live_tokens, loss_mask
+from ..planning.rows import PolicyScores, ScoredTokens, all_tokens, loss_mask
 from ..planning.sampler_ratio import SamplerRatio
 from .part_training import PartTraining
 from .sampled_metrics import SampledMetrics
+from .sampled_passes import Batch, SampledPasses
 
-Batch = dict[str, Any]  # `planning/batch_keys.py` lists the keys
 
-
-class GRPOPasses:
+class GRPOPasses(SampledPasses):
     """Runs the passes of policy, old policy and reference of one trainer.
 
     Args:
@@ -46,13 +40,10 @@ class GRPOPasses:
     def __init__(
         self, trainer: Any, buffer: internals.Buffer, metrics: SampledMetrics, part_training: PartTraining
     ) -> None:
-        self.trainer = trainer
+        super().__init__(trainer, metrics)
         self.buffer = buffer
-        self.metrics = metrics
         self.part_training = part_training
         self.plan_at_generation: GRPOPlan | None = None  # of the buffer; None after a checkpoint, until it is filled
-        # completion mask -> options of `live_tokens` -> tokens
-        self._live_tokens: Any = WeakTensorKeyDictionary()
 
     @property
     def _plan(self) -> GRPOPlan:
@@ -72,28 +63,6 @@ class GRPOPasses:
         plan = self._plan_of_buffer
         return plan.trl_scores_old_policy and not plan.gives_trls_batches
 
-    # Rows and tokens
-
-    def tokens_to_score(self, batch: Batch) -> ScoredTokens:
-        """Return the rows and tokens that a pass over `batch` scores: the same for policy, old policy and reference."""
-        plan = self._plan
-        # A subclass, or a loss that is not known, may read the tokens of tool calls
-        all_are_read = plan.loss_runs_passes or plan.facts.has_own_pass
-        if not self.trainer.model.training or internals.has_images(batch) or all_are_read:
-            return all_tokens(batch, of_tools=all_are_read)
-        # The passes of a micro-batch share the result, so the host waits for the device only once
-        options = {"skip_masked": plan.skips_masked, "skip_zero_advantages": plan.skips_zero_advantages}
-        tensors = [batch.get(key) for key in ("completion_mask", "tool_mask", "advantages", "prompt_mask")]
-        last_results = self._live_tokens.setdefault(batch["completion_mask"], defaultdict(LastResult))
-        last_result: LastResult = last_results[tuple(options.values())]
-        return last_result.of(*tensors, make=partial(live_tokens, batch, **options))  # type: ignore[no-any-return]
-
-    def row_tokens(self, batch: Batch) -> RowTokens:
-        """Return the tokens of each row in the policy's pass."""
-        packing = self.trainer._packing_plan()
-        scored = self.tokens_to_score(batch)
-        return RowTokens.of(batch, scored, packed=packing.padding_free, shared=packing.share_in_training)
-
     # The policy, in `compute_loss`
 
     def score_policy(
@@ -110,16 +79,11 @@ class GRPOPasses:
             num_items (`Any`): transformers' `num_items_in_batch`.
             trl_loss (`Callable`): returns TRL's loss of `batch`, a scalar. Only parts use it.
         """
-        facts = self._plan.facts
-        scored = self.tokens_to_score(batch)
-        budget = facts.max_tokens_per_micro_batch
-        subclass_pass = f"`{type(self.trainer).__name__}.{PASS}`" if facts.has_own_pass else None
-        with self.trainer._policy_scored(subclass_pass):
-            if budget is not None and self.part_training.is_possible:
-                scores = self._score_in_parts(model, batch, scored, budget, num_items, trl_loss)
-            else:
-                self.metrics.skipped_tokens += scored.skipped_tokens(batch)
-                scores = self._score(model, batch, scored, compute_aux_loss=self.trainer.aux_loss_enabled)
+        budget = self._plan.facts.max_tokens_per_micro_batch
+        if budget is not None and self.part_training.is_possible:
+            scores = self._score_in_parts(model, batch, budget, num_items, trl_loss)
+        else:
+            scores = self.score_micro_batch(model, batch)
         if self.scores_before_step and not has_old_policy(batch):
             self.metrics.count_skipped_pass(batch)  # these scores are the old policy's, too
         return scores
@@ -128,18 +92,19 @@ class GRPOPasses:
         self,
         model: Any,
         batch: Batch,
-        scored: ScoredTokens,
         budget: int,
         num_items: Any,
         trl_loss: Callable[[LossInputs], Tensor],
     ) -> PolicyScores:
+        scored = self.tokens_to_score(batch)
         parts = self._parts(batch, scored, budget)
         scores = []
-        for number, part in enumerate(parts, 1):
-            if number < len(parts):
-                scores.append(self._train_part(model, batch, part, num_items, trl_loss))
-            else:
-                scores.append(self._score(model, batch, part))
+        with self._policy_scored():
+            for number, part in enumerate(parts, 1):
+                if number < len(parts):
+                    scores.append(self._train_part(model, batch, part, num_items, trl_loss))
+                else:
+                    scores.append(self._score(model, batch, part))
         return PolicyScores(
             scored=scored,
             log_probs_RC=parts.join([part.log_probs_RC for part in scores]),
@@ -158,13 +123,10 @@ class GRPOPasses:
             detached.append(scores.detach())
             return trl_loss(LossInputs.of(batch, scores, self._plan))
 
-        metrics_off = internals.metrics_set_aside(self.trainer)
-        self.part_training.train_part(model, batch, num_items, part_loss, metrics_off)
+        # TRL's metrics of the whole micro-batch come with the loss of the last part
+        with internals.metrics_set_aside(self.trainer):
+            self.part_training.train_part(model, batch, num_items, part_loss)
         return detached[0]
-
-    def _score(self, model: Any, batch: Batch, scored: ScoredTokens, **options: Any) -> PolicyScores:
-        log_probs_RC, entropies_RC, router_loss = self._forward(model, batch, scored, compute_entropy=True, **options)
-        return PolicyScores(scored, log_probs_RC, entropies_RC, router_loss)
 
     # A subclass's loss, which runs its own passes
 
@@ -301,18 +263,6 @@ class GRPOPasses:
             chunk_size = trainer.args.per_device_train_batch_size
         log_probs_BC: Tensor = self._forward(model, batch, scored, batch_size=chunk_size)[0]
         return log_probs_BC
-
-    # A forward
-
-    def _forward(self, model: Any, batch: Batch, scored: ScoredTokens, **options: Any) -> tuple[Any, Any, Any]:
-        """Run TRL's scoring pass over the R rows. Returns log-probs and entropies, `(R, C)` or None, and router loss.
-
-        `options` are those of TRL's pass that differ from its defaults: a subclass's pass may not know the others.
-        """
-        if not self._plan.facts.has_own_pass:
-            outputs = ("log_probs", "entropy") if options.get("compute_entropy") else ("log_probs",)
-            model = scored.limit_scoring(model, outputs, self._sampling_mask(batch))
-        return internals.completion_log_probs(self.trainer, model, scored.select_rows(batch), **options)
 
     def _sampling_mask(self, batch: Batch) -> tuple[Tensor, ...]:
         if not self._plan.keeps_sampling_mask:

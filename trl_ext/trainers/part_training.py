@@ -1,7 +1,7 @@
 """A micro-batch in parts: forward, loss and backward of each, before the gradients of the step are synchronized."""
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -61,20 +61,11 @@ class PartTraining:
     def start_micro_batch(self) -> None:
         self._loss_gradients = []
 
-    def train_part(
-        self,
-        model: Any,
-        batch: Any,
-        num_items: Any,
-        part_loss: Callable[[], Tensor],
-        metrics_off: AbstractContextManager[Any],
-    ) -> None:
+    def train_part(self, model: Any, batch: Any, num_items: Any, part_loss: Callable[[], Tensor]) -> None:
         """Run forward, loss and backward for a part.
 
         Args:
             part_loss (`Callable`): runs the part's forward and returns its loss, a scalar.
-            metrics_off (`AbstractContextManager`): a context in which TRL's metrics are not logged: those of the whole
-                micro-batch come with the loss of the last part.
         """
 
         def watched_loss() -> Tensor:
@@ -82,7 +73,7 @@ class PartTraining:
             loss.register_hook(self._loss_gradients.append)
             return loss
 
-        internals.train_part(self.trainer, model, batch, num_items, watched_loss, metrics_off)
+        internals.train_part(self.trainer, model, batch, num_items, watched_loss)
 
     def check_last_part(self, loss: Tensor) -> None:
         """Check, once the backward of the last part runs, that its loss gets the same gradient as those before."""

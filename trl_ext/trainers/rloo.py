@@ -20,14 +20,15 @@ from ..config import AddedGroupFields
 from ..config import RLOOConfig as RLOOConfig  # `training_args.bin` files refer to it here
 from ..planning.batch_keys import prompt_of
 from ..planning.loss_inputs import RLOOLossInputs, not_finite_in
-from ..planning.micro_batches import RowTokens, StepRows
+from ..planning.micro_batches import StepRows
 from ..planning.rloo import RLOOFacts, RLOOPlan, plan_rloo
-from ..planning.rows import PolicyScores, ScoredTokens, all_tokens, live_tokens
+from ..planning.rows import all_tokens
 from .base import ExactTrainer
 from .generation_checkpoints import GenerationCheckpoints
 from .sampled_batches import check_rewards_of_first_step, equal_rewards, micro_batches_of_a_step
 from .sampled_facts import circumstances_of
 from .sampled_metrics import SampledMetrics
+from .sampled_passes import SampledPasses
 
 
 class RLOOTrainer(ExactTrainer, trl.RLOOTrainer):
@@ -54,6 +55,7 @@ class RLOOTrainer(ExactTrainer, trl.RLOOTrainer):
                 check_generation(config)
         self._buffer = internals.Buffer(self)
         self._sampled_metrics = SampledMetrics(self, self._ranks, self._scorer, self._buffer)
+        self._passes = SampledPasses(self, self._sampled_metrics)
         self._generation = internals.Generation(
             self, trl.RLOOTrainer, lambda *_, **__: self._reference_weights.entered()
         )
@@ -87,7 +89,6 @@ class RLOOTrainer(ExactTrainer, trl.RLOOTrainer):
             AddedGroupFields.of(self.args),
             **circumstances_of(self),
             has_images=isinstance(self.processing_class, ProcessorMixin),
-            own_pass=internals.overridden_pass(self),
             own_loss=internals.overridden_loss(self) or ("compute_loss" if self._bypasses_loss else None),
         )
         return plan_rloo(self._for_all_ranks(facts))
@@ -139,17 +140,8 @@ class RLOOTrainer(ExactTrainer, trl.RLOOTrainer):
         """Reorder the rows of a batch that TRL has shuffled, so that rows of a group share micro-batches."""
         if not self.plan.keeps_groups_together or internals.has_images(batch):
             return batch
-        packing = self._packing_plan()
-        scored = self._tokens_to_score(batch)
-        tokens = RowTokens.of(batch, scored, packed=packing.padding_free, shared=packing.share_in_training)
         step = StepRows(self.args.per_device_train_batch_size, micro_batches_of_a_step(self.args, self._buffer))
-        return self._balance.reorder(batch, tokens, {}, step, over_ranks=False)
-
-    def _tokens_to_score(self, batch: dict[str, Any]) -> ScoredTokens:
-        plan = self.plan
-        if not self.model.training or not plan.skips_masked:
-            return all_tokens(batch)
-        return live_tokens(batch, skip_masked=True, skip_zero_advantages=plan.skips_zero_advantages)
+        return self._balance.reorder(batch, self._passes.row_tokens(batch), {}, step, over_ranks=False)
 
     def _get_per_token_logps_and_entropies(  # type: ignore[override]
         self,
@@ -181,9 +173,9 @@ class RLOOTrainer(ExactTrainer, trl.RLOOTrainer):
         """
         batch = inputs
         self._loss_begins(batch)
-        if self.plan.facts.own_loss is not None:
+        if self.plan.loss_runs_passes:
             return self._subclass_loss(model, batch, return_outputs, num_items_in_batch)
-        scores = self._score_policy(model, batch)
+        scores = self._passes.score_micro_batch(model, batch)
         loss_inputs = RLOOLossInputs.of(batch, scores)
         trl_batch, pass_outputs = loss_inputs.for_trl(batch)
         with internals.loss_of_scores(self, model, pass_outputs):
@@ -197,7 +189,7 @@ class RLOOTrainer(ExactTrainer, trl.RLOOTrainer):
 
     def _subclass_loss(self, model: Any, batch: dict[str, Any], return_outputs: bool, num_items: Any) -> Tensor:
         """Return the loss of an overridden method, which gets TRL's batch and runs its own passes."""
-        method = self.plan.facts.own_pass or self.plan.facts.own_loss
+        method = PASS if self.plan.facts.has_own_pass else self.plan.facts.own_loss
         with (
             self._policy_scored(f"`{type(self).__name__}.{method}`"),
             self._non_finite.recorded(model) as pass_log_probs,
@@ -207,21 +199,6 @@ class RLOOTrainer(ExactTrainer, trl.RLOOTrainer):
         rows = partial(not_finite_in, batch, pass_log_probs, all_tokens(batch))
         self._non_finite.watch(loss, rows, partial(prompt_of, batch))
         return loss
-
-    def _score_policy(self, model: Any, batch: dict[str, Any]) -> PolicyScores:
-        """Run the policy's pass over `batch`, with a graph."""
-        scored = self._tokens_to_score(batch)
-        self._sampled_metrics.skipped_tokens += scored.skipped_tokens(batch)
-        subclass_pass = self.plan.facts.own_pass
-        if subclass_pass is None:
-            model = scored.limit_scoring(model, ("log_probs", "entropy"))
-        else:
-            subclass_pass = f"`{type(self).__name__}.{subclass_pass}`"
-        with self._policy_scored(subclass_pass):
-            log_probs_RC, entropies_RC, router_loss = internals.completion_log_probs(
-                self, model, scored.select_rows(batch), compute_entropy=True, compute_aux_loss=self.aux_loss_enabled
-            )
-        return PolicyScores(scored, log_probs_RC, entropies_RC, router_loss)
 
 
 def _no_pass(model: Any, input_ids: Tensor, attention_mask: Tensor, logits_to_keep: int, *_: Any, **__: Any) -> Any:

@@ -30,6 +30,7 @@ def circumstances_of(trainer: Any) -> dict[str, Any]:
         "randomness": None if randomness is None else randomness.reason,
         "draws_for_batch": randomness is not None and not randomness.of_tokens,
         "generation_reader": internals.generation_reader(trainer),
+        "has_own_pass": internals.overridden_pass(trainer) is not None,
         "overridden_below": internals.overridden_below(trainer),
         "batch_reader": batch_reader(trainer),
     }

@@ -12,7 +12,7 @@ from ..compat import sampled as internals
 from ..distributed.ranks import Ranks
 from ..losses.loss_types import METRICS_OF_ROWS
 from ..planning.batch_keys import sampler_log_probs
-from ..planning.loss_inputs import LossInputs, RLOOLossInputs
+from ..planning.loss_inputs import LossInputs, RLOOLossInputs, SampledLossInputs
 from ..planning.rows import loss_mask, padded_tokens
 from ..planning.sampler_ratio import TRL_SAMPLER_METRICS, SamplerRatio, largest_difference, sampler_metrics
 from ..sampler.check import SamplerCheck
@@ -36,9 +36,7 @@ class MicroBatchTotals:
     head: float  # tokens that the head scored
 
     @classmethod
-    def of(
-        cls, loss_inputs: LossInputs | RLOOLossInputs, host_counts: dict[str, int], ranks: Ranks
-    ) -> "MicroBatchTotals":
+    def of(cls, loss_inputs: SampledLossInputs, host_counts: dict[str, int], ranks: Ranks) -> "MicroBatchTotals":
         """Return the totals, from this rank's loss inputs and the counts that it knows without its device.
 
         All of them are one tensor in one collective, so the host waits for the device once in a micro-batch.
@@ -115,7 +113,7 @@ class SampledMetrics:
         self.skipped_tokens = 0
         self.trainer._count_tokens(self.ranks.sum_counts([skipped_tokens, *tokens[1:]]))
 
-    def _record(self, loss_inputs: LossInputs | RLOOLossInputs) -> MicroBatchTotals:
+    def _record(self, loss_inputs: SampledLossInputs) -> MicroBatchTotals:
         scored = loss_inputs.scored
         tokens = self.scorer.take_counts()
         host_counts = {

@@ -1,0 +1,95 @@
+"""What the log-prob passes of GRPO and RLOO share: which rows and tokens a pass scores, and a pass over them.
+
+Dimensions: B rows of a batch, R rows that run, C completion tokens.
+"""
+
+from collections import defaultdict
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from ..compat import sampled as internals
+from ..compat.overrides import PASS
+from ..packing.packing import LastResult
+from ..planning.micro_batches import RowTokens
+from ..planning.rows import PolicyScores, ScoredTokens, all_tokens, live_tokens
+from .sampled_metrics import SampledMetrics
+
+Batch = dict[str, Any]  # `planning/batch_keys.py` lists the keys
+
+
+class SampledPasses:
+    """Runs log-prob passes of one trainer.
+
+    Args:
+        trainer (`GRPOTrainer` or `RLOOTrainer`): its plan decides what is scored; its log-prob pass runs.
+    """
+
+    def __init__(self, trainer: Any, metrics: SampledMetrics) -> None:
+        self.trainer = trainer
+        self.metrics = metrics
+        # completion mask -> options of `live_tokens` -> tokens
+        self._live_tokens: Any = WeakTensorKeyDictionary()
+
+    @property
+    def _plan(self) -> Any:
+        return self.trainer.plan
+
+    # Rows and tokens
+
+    def tokens_to_score(self, batch: Batch) -> ScoredTokens:
+        """Return the rows and tokens that a pass over `batch` scores: the same for policy, old policy and reference."""
+        plan = self._plan
+        # A subclass, or a loss that is not known, may read the tokens of tool calls
+        all_are_read = plan.loss_runs_passes or plan.facts.has_own_pass
+        if not self.trainer.model.training or internals.has_images(batch) or all_are_read:
+            return all_tokens(batch, of_tools=all_are_read)
+        # The passes of a micro-batch share the result, so the host waits for the device only once
+        options = {"skip_masked": plan.skips_masked, "skip_zero_advantages": plan.skips_zero_advantages}
+        tensors = [batch.get(key) for key in ("completion_mask", "tool_mask", "advantages", "prompt_mask")]
+        last_results = self._live_tokens.setdefault(batch["completion_mask"], defaultdict(LastResult))
+        last_result: LastResult = last_results[tuple(options.values())]
+        return last_result.of(*tensors, make=partial(live_tokens, batch, **options))  # type: ignore[no-any-return]
+
+    def row_tokens(self, batch: Batch) -> RowTokens:
+        """Return the tokens of each row in the policy's pass."""
+        packing = self.trainer._packing_plan()
+        scored = self.tokens_to_score(batch)
+        return RowTokens.of(batch, scored, packed=packing.padding_free, shared=packing.share_in_training)
+
+    # The policy
+
+    def score_micro_batch(self, model: Any, batch: Batch) -> PolicyScores:
+        """Run the policy's pass over `batch`, with a graph."""
+        scored = self.tokens_to_score(batch)
+        self.metrics.skipped_tokens += scored.skipped_tokens(batch)
+        with self._policy_scored():
+            return self._score(model, batch, scored, compute_aux_loss=self.trainer.aux_loss_enabled)
+
+    def _policy_scored(self) -> AbstractContextManager[None]:
+        subclass_pass = f"`{type(self.trainer).__name__}.{PASS}`" if self._plan.facts.has_own_pass else None
+        policy_scored: AbstractContextManager[None] = self.trainer._policy_scored(subclass_pass)
+        return policy_scored
+
+    def _score(self, model: Any, batch: Batch, scored: ScoredTokens, **options: Any) -> PolicyScores:
+        log_probs_RC, entropies_RC, router_loss = self._forward(model, batch, scored, compute_entropy=True, **options)
+        return PolicyScores(scored, log_probs_RC, entropies_RC, router_loss)
+
+    # A forward
+
+    def _forward(self, model: Any, batch: Batch, scored: ScoredTokens, **options: Any) -> tuple[Any, Any, Any]:
+        """Run TRL's scoring pass over the R rows. Returns log-probs and entropies, `(R, C)` or None, and router loss.
+
+        `options` are those of TRL's pass that differ from its defaults: a subclass's pass may not know the others.
+        """
+        if not self._plan.facts.has_own_pass:
+            outputs = ("log_probs", "entropy") if options.get("compute_entropy") else ("log_probs",)
+            model = scored.limit_scoring(model, outputs, self._sampling_mask(batch))
+        return internals.completion_log_probs(self.trainer, model, scored.select_rows(batch), **options)
+
+    def _sampling_mask(self, batch: Batch) -> tuple[Tensor, ...]:
+        """Return the entries of the batch that limit each log-prob to the tokens that the sampler could choose."""
+        return ()
