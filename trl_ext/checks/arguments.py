@@ -237,23 +237,8 @@ def _check_clip_range(clip_range: Any) -> None:
 
 def _check_schedule(config: Any) -> None:
     """Raise `ValueError` for options of GRPO that its schedule does not allow, without a trainer."""
-    facts = SimpleNamespace(
-        per_device_batch_size=config.per_device_train_batch_size,
-        processes=1,
-        steps_per_generation=config.steps_per_generation,
-        gradient_accumulation_steps=config.gradient_accumulation_steps,
-        num_iterations=config.num_iterations,
-        num_generations=config.num_generations,
-        normalized_over_batch=config.scale_rewards == "batch"
-        or config.multi_objective_aggregation == "normalize_then_sum",
-        force_on_policy_ratio=config.force_on_policy_ratio,
-        trust_sampling_log_probs=config.trust_sampling_log_probs,
-        sampler_gives_log_probs=config.use_vllm,
-        max_draws=config.dynamic_sampling_max_draws if config.dynamic_sampling else 1,
-        bypasses_loss=False,
-        has_images=False,
-    )
-    check_options(facts)
+    circumstances = {"processes": 1, "bypasses_loss": False, "has_images": False}
+    check_options(SimpleNamespace(**vars(config), sampler_gives_log_probs=config.use_vllm, **circumstances))
 
 
 def check_arguments_of(method: str, config: Any) -> None:

@@ -14,19 +14,19 @@ from .reference import ReferenceFacts, ReferencePlan, Source, left_to_own_loss, 
 class DPOFacts(ReferenceFacts):
     """What is known about a run when its plan is made."""
 
-    loss_types: tuple[str, ...]
-    best_metric: str | None  # `metric_for_best_model`
+    metric_for_best_model: str | None
+    balance: bool
+    max_tokens_per_micro_batch: int | None
+    optim: str
+    loss_types: tuple[str, ...]  # those of TRL's trainer
     datasets: tuple[str, ...]  # names of the data sets that are known
     with_columns: tuple[str, ...]  # names of those with the user's own reference log-probs
     overrides_loss: bool  # a subclass overrides `_compute_loss`
     # Micro-batches
     is_packed: bool  # a forward has no padding
-    processes: int
-    balance: bool  # a field of our config
-    max_tokens_per_micro_batch: int | None  # likewise
-    optimizer: str  # `args.optim`
-    has_images: bool
-    has_router_loss: bool
+    processes: int  # that train
+    has_images: bool  # batches can hold images, which are not split by row
+    has_router_loss: bool  # in TRL's loss
     own_step: str | None  # an overridden method that gets whole micro-batches
     positions_by_length: bool = False  # the model's positions depend on the longest row of a forward pass
     noise_of_batch: str | None = None  # what draws noise that may depend on the rows of a batch
@@ -48,7 +48,7 @@ def plan_dpo(facts: DPOFacts) -> DPOPlan:
     has_only_columns = has_columns and set(facts.with_columns) == set(facts.datasets)
     if has_only_columns:
         # The store may never be needed, so nothing is hashed for it
-        facts = replace(facts, storage=facts.storage.replace("disk", "memory"))
+        facts = replace(facts, reference_store=facts.reference_store.replace("disk", "memory"))
     source, reference, durable = _reference(facts)
     policy = Decision("policy", "run", "Scores every pair, as in TRL.", routine=True)
     names = " and ".join(f"`{name}`" for name in facts.with_columns)
@@ -93,8 +93,8 @@ def _parts(facts: DPOFacts, policy: Decision) -> _Parts:
         # No error: the loss may be separable by pair, and then the user can do nothing about it
         unused = f"`max_tokens_per_micro_batch={budget}` limits only the reference's pass: {reason}."
         return _Parts(replace(policy, reason=f"{policy.reason} {unused}", routine=False))
-    if steps_in_backward(facts.optimizer):
-        reason = f"the optimizer `{facts.optimizer}` would step after the backward of each part"
+    if steps_in_backward(facts.optim):
+        reason = f"the optimizer `{facts.optim}` would step after the backward of each part"
     if reason is not None:
         raise ValueError(
             f"`max_tokens_per_micro_batch={budget}` is not supported here: {reason}. Leave "
@@ -164,11 +164,11 @@ def _reference(facts: DPOFacts) -> tuple[Source, Decision, bool]:
     """Return source and decision for batches without user columns, and whether the store outlives the run."""
     needed = ""
     if not any(dpo_loss_type(name).needs_reference for name in facts.loss_types):
-        if "rewards/" not in (facts.best_metric or ""):
+        if "rewards/" not in (facts.metric_for_best_model or ""):
             reason = (
                 "The loss type 'sft' needs no reference. The logs have no `rewards/*`, unless `metric_for_best_model` "
                 "is one of them."
             )
             return "nothing", Decision("reference", "skip", reason), False
-        needed = f"Needed for `metric_for_best_model={facts.best_metric!r}`. "
+        needed = f"Needed for `metric_for_best_model={facts.metric_for_best_model!r}`. "
     return plan_reference(facts, needed)

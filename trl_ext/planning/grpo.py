@@ -26,7 +26,7 @@ _ANY_ORDER = "if it does not depend on the whole micro-batch, set `keep_groups_t
 
 @dataclass(frozen=True, kw_only=True)
 class GRPOFacts(SampledFacts):
-    """What is known about a run before it starts. Fields without a comment are trainer arguments of the same name."""
+    """What GRPO's plan depends on."""
 
     num_generations: int
     loss_type: str
@@ -36,13 +36,15 @@ class GRPOFacts(SampledFacts):
     force_on_policy_ratio: bool
     trust_sampling_log_probs: bool
     keep_sampling_mask: bool
-    per_device_batch_size: int  # in training
-    processes: int
-    optimizer: str  # `args.optim`
-    max_draws: int  # the most generation batches drawn to fill one; 1 without dynamic sampling
-    of_sequences: bool  # one importance ratio per completion, instead of one per token
-    kl_times_ratio: bool  # the KL term is multiplied by the ratio
-    normalized_over_batch: bool  # an advantage depends on other groups of the generation batch
+    per_device_train_batch_size: int
+    optim: str
+    dynamic_sampling: bool
+    dynamic_sampling_max_draws: int
+    importance_sampling_level: str
+    use_bias_correction_kl: bool
+    scale_rewards: str
+    multi_objective_aggregation: str
+    processes: int  # that train
     has_entropy_bonus: bool  # a term of the loss that reads every row
     # The sampler
     sampler_ratio: RatioRule | None  # None: the loss does not correct for the sampler
@@ -52,6 +54,11 @@ class GRPOFacts(SampledFacts):
     # What code of the user overrides
     bypasses_loss: bool  # its `compute_loss` does not call ours
     has_own_loss: bool  # TRL's loss, so any row or token may count
+
+    @property
+    def max_draws(self) -> int:
+        """The most generation batches drawn to fill one."""
+        return self.dynamic_sampling_max_draws if self.dynamic_sampling else 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,6 +88,7 @@ def plan_grpo(facts: GRPOFacts) -> GRPOPlan:
         `ValueError`: the schedule, the sampler or the loss does not support an option.
     """
     check_options(facts)
+    loss_type = grpo_loss_type(facts.loss_type)
     skips_zero_advantages = _zero_advantage_reason(facts) is None
     misaligned = facts.gradient_accumulation_steps % (facts.steps_per_generation * facts.num_iterations) != 0
     micro_batches, balance = _micro_batches(facts), _balance(facts)
@@ -110,8 +118,8 @@ def plan_grpo(facts: GRPOFacts) -> GRPOPlan:
         skips_masked=_all_rows_reason(facts) is None,
         skips_zero_advantages=skips_zero_advantages,
         zeroes_equal_rewards=_zeroes_equal_rewards(facts),
-        of_sequences=facts.of_sequences and not grpo_loss_type(facts.loss_type).reads_token_ratios,
-        bounds_ratio=grpo_loss_type(facts.loss_type).bounds_ratio and not facts.has_own_loss,
+        of_sequences=facts.importance_sampling_level == "sequence" and not loss_type.reads_token_ratios,
+        bounds_ratio=loss_type.bounds_ratio and not facts.has_own_loss,
         loss_runs_passes=facts.has_own_loss or _has_unknown_loss(facts),
         trl_scores_old_policy=misaligned or facts.sampler_ratio is not None,
         scores_at_generation=facts.generation_reader is not None or _draws(facts),
@@ -125,7 +133,7 @@ def plan_grpo(facts: GRPOFacts) -> GRPOPlan:
 
 def check_options(facts: Any) -> None:
     """Raise `ValueError` for options that the schedule does not allow. `facts`: a `GRPOFacts`, or those read here."""
-    devices = facts.per_device_batch_size * facts.processes
+    devices = facts.per_device_train_batch_size * facts.processes
     rollout = devices * facts.steps_per_generation
     training = devices * facts.gradient_accumulation_steps
     if facts.force_on_policy_ratio and (rollout != training or facts.num_iterations != 1):
@@ -147,15 +155,15 @@ def check_options(facts: Any) -> None:
             "`trust_sampling_log_probs=True` needs a `compute_loss` that calls `super().compute_loss(...)`. Call it, "
             "or leave the option off."
         )
-    if facts.max_draws == 1:
+    if not facts.dynamic_sampling or facts.dynamic_sampling_max_draws == 1:
         return
-    if (rows := facts.per_device_batch_size * facts.steps_per_generation) % facts.num_generations:
+    if (rows := facts.per_device_train_batch_size * facts.steps_per_generation) % facts.num_generations:
         raise ValueError(
             "`dynamic_sampling=True` replaces whole groups, so each rank must hold whole groups, but its "
             f"{rows} completions (`per_device_train_batch_size` x `steps_per_generation`) are not a multiple of "
             f"`num_generations={facts.num_generations}`. Change one of these."
         )
-    if facts.normalized_over_batch:
+    if facts.scale_rewards == "batch" or facts.multi_objective_aggregation == "normalize_then_sum":
         raise ValueError(
             "`dynamic_sampling=True` mixes groups of several generation batches, but with `scale_rewards='batch'` or "
             "`multi_objective_aggregation='normalize_then_sum'` an advantage depends on the other groups of its batch. "
@@ -338,8 +346,8 @@ def _in_parts(facts: GRPOFacts, decision: Decision, merges: bool) -> Decision:
         reason += ", so splitting a micro-batch would change the gradient"
     if facts.draws_for_batch:
         reason = f"{facts.randomness}, which may depend on the rows of a batch"
-    if steps_in_backward(facts.optimizer):
-        reason = f"the optimizer `{facts.optimizer}` would step after the backward of each part of a micro-batch"
+    if steps_in_backward(facts.optim):
+        reason = f"the optimizer `{facts.optim}` would step after the backward of each part of a micro-batch"
     if reason is not None:
         raise ValueError(
             f"`max_tokens_per_micro_batch={budget}` is not supported here: {reason}. Leave "

@@ -118,7 +118,7 @@ class LossInputs(SampledLossInputs):
             ratio_scale,
             of_sequences=plan.of_sequences,
             bounds_ratio=plan.bounds_ratio,
-            kl_times_ratio=facts.kl_times_ratio,
+            kl_times_ratio=facts.use_bias_correction_kl,
         )
         entries_for_reuse = {} if importance_ratio is None else {OLD_POLICY_SAMPLER_RATIO: importance_ratio}
         if stored_old_BC is None:

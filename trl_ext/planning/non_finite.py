@@ -110,8 +110,9 @@ def bounded_old_and_reference(
     Args:
         tokens_BC (`Tensor`, bool): the tokens of the loss.
         scale (`Tensor`, scalar, *optional*): the largest factor of the ratio in the loss; None if the ratio is 1.
-        of_sequences, bounds_ratio, kl_times_ratio (`bool`): as in `GRPOPlan` and `GRPOFacts`. The tokens of a
-            sequence with one ratio change alike. A ratio that the loss bounds stays: the off-policy mask reads it too.
+        of_sequences, bounds_ratio (`bool`): as in `GRPOPlan`. The tokens of a sequence with one ratio change alike. A
+            ratio that the loss bounds stays: the off-policy mask reads it too.
+        kl_times_ratio (`bool`): the KL term is multiplied by the ratio (`use_bias_correction_kl`).
     """
     policy_BC = policy_BC.detach()
     unread_BC = ~tokens_BC

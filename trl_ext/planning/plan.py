@@ -3,8 +3,9 @@
 import os
 import shutil
 import textwrap
-from dataclasses import dataclass
-from typing import Any, Literal
+from dataclasses import dataclass, fields
+from enum import Enum
+from typing import Any, Literal, Self
 
 Action = Literal["run", "reuse", "skip"]
 
@@ -72,6 +73,28 @@ def _with_tilde(folder: str) -> str:
     return f"~{os.sep}{folder.removeprefix(home)}" if folder.startswith(home) else folder
 
 
+@dataclass(frozen=True, kw_only=True)
+class Facts:
+    """What is known when a plan is made. Fields without a comment are arguments of the trainer's config."""
+
+    @classmethod
+    def of(cls, args: Any, options: Any, **circumstances: Any) -> Self:
+        """Return the facts of a run.
+
+        Args:
+            args (`TrainingArguments`): TRL's config.
+            options (`AddedFields`): our fields of the config.
+            circumstances (`Any`): the fields that no argument has, and those that TRL reads from the trainer.
+        """
+        values = dict(circumstances)
+        for name in {field.name for field in fields(cls)} - values.keys():
+            source = options if hasattr(options, name) else args
+            if hasattr(source, name):
+                value = getattr(source, name)
+                values[name] = value.value if isinstance(value, Enum) else value
+        return cls(**values)
+
+
 BY_LENGTH = "the model's rotary embeddings depend on the longest row of each micro-batch"
 
 
@@ -86,11 +109,11 @@ def model_reason(model: Any) -> str | None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PackingFacts:
+class PackingFacts(Facts):
     """What is known before packing is decided."""
 
-    padding_free: bool | None  # the user's option; None: if supported
-    share_prompts: bool | None  # likewise
+    padding_free: bool | None
+    share_prompts: bool | None
     unsupported: str | None  # why one row cannot hold several sequences; `padding_free=False` is a reason, too
     unshared: str | None  # why rows cannot share their leading tokens
     randomness: str | None  # why two passes over the same tokens differ in training

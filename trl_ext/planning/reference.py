@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from .plan import Decision, Plan
+from .plan import Decision, Facts, Plan
 
 Source = Literal["store", "pass", "nothing"]
 
@@ -17,12 +17,12 @@ REFERENCES = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReferenceFacts:
+class ReferenceFacts(Facts):
     """What is known about the reference when the plan is made."""
 
     reference: str  # a key of `REFERENCES`, or which weights of a PEFT policy are the reference
-    precompute: bool  # `precompute_ref_log_probs`
-    storage: str  # "disk", "memory" or "off"
+    precompute_ref_log_probs: bool
+    reference_store: str
     folder: str  # of the store on disk
     not_storable: str | None  # why a sequence's token ids do not determine its reference log-probs
     drifts: str | None  # why the reference changes as the policy is trained
@@ -54,20 +54,20 @@ def left_to_own_loss(own_loss: str) -> tuple[Decision, Decision]:
 def plan_reference(facts: ReferenceFacts, needed: str = "") -> tuple[Source, Decision, bool]:
     """Return source and decision, and whether the store outlives the run. `needed`: why the reference is needed."""
     what = f"{needed}The reference ({REFERENCES.get(facts.reference, facts.reference)})"
-    against = '`reference_store="off"`' if facts.storage == "off" else facts.not_storable
+    against = '`reference_store="off"`' if facts.reference_store == "off" else facts.not_storable
     # Log-probs precomputed before training stay valid, whatever happens to the reference later
-    if against is None and not facts.precompute:
+    if against is None and not facts.precompute_ref_log_probs:
         against = facts.drifts or facts.varies
     if against is not None:
         reason = f"{what} runs on every micro-batch, as in TRL, because {against}."
         return "pass", Decision("reference", "run", reason), False
     # Log-probs that vary from pass to pass are for this run alone
-    durable = facts.storage == "disk" and not facts.varies and not facts.uncacheable
-    when = "before training starts" if facts.precompute else "when it first appears"
+    durable = facts.reference_store == "disk" and not facts.varies and not facts.uncacheable
+    when = "before training starts" if facts.precompute_ref_log_probs else "when it first appears"
     if durable:
         when += " or in an earlier run"
         place = "on disk"
-    elif facts.storage == "disk":
+    elif facts.reference_store == "disk":
         place = f"in memory, for this run only, because {facts.varies or facts.uncacheable}"
     else:
         place = "in memory"

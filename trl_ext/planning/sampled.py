@@ -1,15 +1,15 @@
 """What the plans of GRPO and RLOO share: facts on a run that samples completions, and reasons that follow from them."""
 
 import math
-from dataclasses import dataclass, fields
-from typing import Any, Self
+from dataclasses import dataclass
+from typing import Any
 
-from .plan import Decision
+from .plan import Decision, Facts
 
 
 @dataclass(frozen=True, kw_only=True)
-class SampledFacts:
-    """What is known about a run before it starts. Fields without a comment are trainer arguments of the same name."""
+class SampledFacts(Facts):
+    """What both plans depend on."""
 
     gradient_accumulation_steps: int
     steps_per_generation: int
@@ -32,22 +32,6 @@ class SampledFacts:
     has_own_pass: bool  # TRL's scoring pass is overridden
     overridden_below: str | None  # such a method below ours: in a class between ours and TRL's, or in place of TRL's
     batch_reader: str | None  # what may read or change a micro-batch, such as "overrides `compute_loss`, which ..."
-
-    @classmethod
-    def of(cls, args: Any, options: Any, **circumstances: Any) -> Self:
-        """Return the facts of a run.
-
-        Args:
-            args (`TrainingArguments`): TRL's config.
-            options (`AddedFields`): our fields of the config.
-            circumstances (`Any`): the fields that no argument has, and those that TRL reads from the trainer.
-        """
-        arguments = {}
-        for field in fields(cls):
-            if field.name not in circumstances:
-                source = options if hasattr(options, field.name) else args
-                arguments[field.name] = getattr(source, field.name)
-        return cls(**arguments, **circumstances)
 
     @property
     def keeps_advantages_of_equal_rewards(self) -> bool:

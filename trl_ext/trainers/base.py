@@ -302,9 +302,9 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
         unsupported = packing.padded_reason
         if unsupported is None and randomness is not None and not randomness.of_tokens:
             unsupported = f"{randomness.reason}, which may depend on the shape of the batch"
-        return PackingFacts(
-            padding_free=self._added.padding_free,
-            share_prompts=self._added.share_prompts,
+        return PackingFacts.of(
+            self.args,
+            self._added,
             unsupported=unsupported,
             unshared=packing.unshared_reason,
             randomness=None if randomness is None else randomness.reason,

@@ -7,7 +7,6 @@ from typing import Any, Protocol
 import torch
 from datasets import Dataset
 from torch import Tensor
-from transformers.training_args import OptimizerNames
 
 from ..compat import dpo as internals
 from ..compat.choices import FusedCausalLMOutput
@@ -73,17 +72,15 @@ class DPOReference(reference_source.ReferenceSource):
             )
         randomness = self.host._randomness()
         noise_of_batch = None if randomness is None or randomness.of_tokens else randomness.reason
-        facts = DPOFacts(
+        facts = DPOFacts.of(
+            args,
+            self.options,
             **self.facts(),
             loss_types=tuple(self.host.loss_types),
-            best_metric=args.metric_for_best_model,
             datasets=tuple(columns),
             with_columns=with_columns,
             is_packed=self.scorer.policy.packing.padded_reason is None,
             processes=self.ranks.accelerator.num_processes,
-            balance=self.options.balance,
-            max_tokens_per_micro_batch=self.options.max_tokens_per_micro_batch,
-            optimizer=OptimizerNames(args.optim).value,
             has_images=holds_images(self.host),
             has_router_loss=self.host.aux_loss_enabled,
             overrides_loss=overrides(self.host, "_compute_loss") is not None,

@@ -13,7 +13,6 @@ import torch
 import trl
 from accelerate.utils import set_seed
 from torch import Tensor
-from transformers.training_args import OptimizerNames
 
 from ..checks.arguments import check_completion_length, check_groups, check_grpo_arguments, check_offloading_device
 from ..checks.data import check_enough_prompts, check_prompts, check_rewards
@@ -32,7 +31,7 @@ from .base import ExactTrainer
 from .grpo_generation import GRPOGeneration, truncated_sampling
 from .grpo_passes import GRPOPasses
 from .part_training import PartTraining
-from .sampled_facts import circumstances_of
+from .sampled_facts import facts_of
 from .sampled_metrics import SampledMetrics
 
 logger = logging.getLogger("trl_ext")
@@ -115,9 +114,7 @@ class GRPOTrainer(ExactTrainer, trl.GRPOTrainer):
         check_groups(self.args, self._ranks)
 
     def _make_plan(self) -> GRPOPlan:
-        args = self.args
-        options = AddedGRPOFields.of(args)
-        truncated = truncated_sampling(args)
+        truncated = truncated_sampling(self.args)
         rule = None
         if self.use_vllm and self.vllm_importance_sampling_correction:
             rule = RatioRule(
@@ -125,33 +122,23 @@ class GRPOTrainer(ExactTrainer, trl.GRPOTrainer):
                 self.vllm_importance_sampling_clip_min,
                 self.vllm_importance_sampling_clip_max,
             )
-        facts = GRPOFacts.of(
-            args,
-            options,
-            **circumstances_of(self),
-            num_generations=self.num_generations,
-            loss_type=self.loss_type,
-            top_entropy_quantile=self.top_entropy_quantile,
-            per_device_batch_size=args.per_device_train_batch_size,
+        facts = facts_of(
+            self,
+            GRPOFacts,
             processes=self.accelerator.num_processes,
-            optimizer=OptimizerNames(args.optim).value,
-            max_draws=options.dynamic_sampling_max_draws if options.dynamic_sampling else 1,
-            of_sequences=self.importance_sampling_level == "sequence",
-            kl_times_ratio=args.use_bias_correction_kl,
-            normalized_over_batch=self.scale_rewards == "batch"
-            or self.multi_objective_aggregation == "normalize_then_sum",
             has_images=bool(self._is_vlm),
             has_entropy_bonus=bool(self._entropy_bonus_enabled),
             sampler_ratio=rule,
             sampler_gives_log_probs=self.use_vllm or self.rollout_func is not None,
             truncated_sampling=truncated,
-            unknown_mask=self._unknown_mask_reason(options.keep_sampling_mask) if truncated else None,
+            unknown_mask=self._unknown_mask_reason() if truncated else None,
             bypasses_loss=self._bypasses_loss,
             has_own_loss=internals.overridden_loss(self) is not None or self._bypasses_loss,
         )
-        return plan_grpo(self._for_all_ranks(facts))
+        return plan_grpo(facts)
 
-    def _unknown_mask_reason(self, is_asked: bool) -> str | None:
+    def _unknown_mask_reason(self) -> str | None:
+        is_asked = AddedGRPOFields.of(self.args).keep_sampling_mask
         is_overridden = self._replaces("generation") or self._replaces("batches")
         is_overridden = is_overridden or internals.overridden_below(self) is not None
         return self._grpo_generation.unknown_mask_reason(overridden=is_overridden, is_asked=is_asked)

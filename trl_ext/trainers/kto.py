@@ -36,7 +36,7 @@ class KTOReference(ReferenceSource):
     """The reference of a `KTOTrainer`. One pass scores a batch and its rows for the KL term, which share prompts."""
 
     def plan(self) -> ReferencePlan:
-        facts = self.host._for_all_ranks(ReferenceFacts(**self.facts()))
+        facts = self.host._for_all_ranks(ReferenceFacts.of(self.host.args, self.options, **self.facts()))
         source, reference, durable = plan_reference(facts)
         policy = Decision("policy", "run", "Scores every completion, and the rows for the KL term, as in TRL.", True)
         if facts.own_loss is not None:

@@ -247,7 +247,7 @@ class ReferenceSource:
         raise NotImplementedError
 
     def facts(self) -> dict[str, Any]:
-        """Return the fields of [`ReferenceFacts`]."""
+        """Return the fields of [`ReferenceFacts`] that are no arguments."""
         args = self.host.args
         not_storable = None
         if self.weights.moves:
@@ -274,8 +274,6 @@ class ReferenceSource:
             varies = self._varies_reason(weights)
         return {
             "reference": self._origin if self.kind == "model" else self.kind,
-            "precompute": args.precompute_ref_log_probs,
-            "storage": self.options.reference_store,
             "folder": str(self.options.folder),
             "not_storable": not_storable,
             "drifts": f"it changes in training, because it uses the trained weight `{trained}`" if trained else None,

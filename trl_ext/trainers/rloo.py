@@ -26,7 +26,7 @@ from ..planning.rows import all_tokens
 from .base import ExactTrainer
 from .generation_checkpoints import GenerationCheckpoints
 from .sampled_batches import check_rewards_of_first_step, equal_rewards, micro_batches_of_a_step
-from .sampled_facts import circumstances_of
+from .sampled_facts import facts_of
 from .sampled_metrics import SampledMetrics
 from .sampled_passes import SampledPasses
 
@@ -84,14 +84,13 @@ class RLOOTrainer(ExactTrainer, trl.RLOOTrainer):
             )
 
     def _make_plan(self) -> RLOOPlan:
-        facts = RLOOFacts.of(
-            self.args,
-            AddedGroupFields.of(self.args),
-            **circumstances_of(self),
+        facts = facts_of(
+            self,
+            RLOOFacts,
             has_images=isinstance(self.processing_class, ProcessorMixin),
             own_loss=internals.overridden_loss(self) or ("compute_loss" if self._bypasses_loss else None),
         )
-        return plan_rloo(self._for_all_ranks(facts))
+        return plan_rloo(facts)
 
     def _before_training(self) -> None:
         if not self._replaces("sampler"):

@@ -1,26 +1,46 @@
 """What a plan of GRPO or RLOO must know that no argument tells."""
 
+from dataclasses import fields
 from typing import Any
 
 from ..compat import sampled as internals
 from ..compat.readers import batch_reader
 from ..packing.support import positions_by_length, trains_expert_modules
+from ..planning.sampled import SampledFacts
+
+# Arguments that TRL's loss and advantages read from the trainer, where a user may change them
+_LIVE = {
+    "beta",
+    "importance_sampling_level",
+    "loss_type",
+    "multi_objective_aggregation",
+    "num_generations",
+    "num_iterations",
+    "scale_rewards",
+    "top_entropy_quantile",
+}
 
 
-def circumstances_of(trainer: Any) -> dict[str, Any]:
-    """Return fields of `SampledFacts`: those of the model and of the user's code, and what TRL reads from the trainer.
+def facts_of(trainer: Any, kind: type[SampledFacts], **circumstances: Any) -> Any:
+    """Return the facts of a plan, the same on all ranks.
 
     Args:
         trainer (`GRPOTrainer` or `RLOOTrainer`): whose plan is made.
+        circumstances (`Any`): fields that only this `kind` has, and no argument.
     """
+    live = {field.name: getattr(trainer, field.name) for field in fields(kind) if field.name in _LIVE}
+    options = trainer._added_fields.of(trainer.args)
+    facts = kind.of(trainer.args, options, **live, **_circumstances_of(trainer), **circumstances)
+    return trainer._for_all_ranks(facts)
+
+
+def _circumstances_of(trainer: Any) -> dict[str, Any]:
+    """Return fields of `SampledFacts`: those of the model and of the user's code."""
     reference = trainer._reference_weights
     if trainer.beta != 0.0 and trainer.ref_model is None and reference.policy_reference is None:
         reference.take_late(trainer.beta)  # a user has added the KL term after construction
     randomness = trainer._randomness()
     return {
-        # TRL's loss reads these from the trainer, where a user may change them
-        "beta": trainer.beta,
-        "num_iterations": trainer.num_iterations,
         "epoch_is_known": hasattr(trainer.train_dataset, "__len__"),
         "own_reference": None if reference.policy_reference is None else reference.policy_reference.describe(),
         "has_router_loss": trainer.aux_loss_enabled,
