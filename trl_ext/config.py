@@ -428,19 +428,21 @@ def check_loss_types(config: Any) -> None:
             f"log-likelihood of a label. Remove {refusing_loss_type!r} from `loss_type={loss_types}`, or set "
             "`label_smoothing=0.0`."
         )
-    if smoothing and not any(dpo_loss_type(name).label_smoothing == "read" for name in loss_types):
+    rewarded = [name for name in our_loss_types if name in READ_REWARDS]
+    if smoothing and rewarded and not any(dpo_loss_type(name).label_smoothing == "read" for name in loss_types):
         raise ValueError(
-            f"{our_loss_types[0]!r} does not read `label_smoothing={smoothing!r}`: its soft labels come from the "
-            "rewards. Set `label_smoothing=0.0`."
+            f"{rewarded[0]!r} does not read `label_smoothing={smoothing!r}`: its targets come from the rewards. Set "
+            "`label_smoothing=0.0`."
         )
 
 
 def warn_of_ignored_smoothing(config: Any) -> None:
-    """Warn if `label_smoothing` is set but a loss type of TRL's ignores it."""
+    """Warn if `label_smoothing` is set but a loss type ignores it."""
     ignoring = [name for name in config.loss_type if dpo_loss_type(name).label_smoothing in ("ignored", "refused")]
     if config.label_smoothing and ignoring:
+        as_in_trl = ", as in TRL" if PREFERENCE_LOSSES.keys().isdisjoint(ignoring) else ""
         logger.warning(
             f"`label_smoothing={config.label_smoothing}` is ignored by the loss type "
-            f"{' and '.join(map(repr, ignoring))}, as in TRL. The loss type 'cdpo' is 'sigmoid' with label smoothing "
+            f"{' and '.join(map(repr, ignoring))}{as_in_trl}. The loss type 'cdpo' is 'sigmoid' with label smoothing "
             "(conservative DPO)."
         )

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 import trl_ext
 from preference_runs import Run, rewarded, run, two_tokens
 from tiny import REFERENCE_SEED, Workshop
+from trl_ext.config import warn_of_ignored_smoothing
 from trl_ext.losses.loss_types import DPO_LOSS_TYPES
 from trl_ext.losses.preference import PREFERENCE_LOSSES
 
@@ -377,6 +378,42 @@ def test_a_label_smoothing_that_trl_ignores_is_a_warning(
     assert [f"`label_smoothing=0.1` is ignored by the loss type {warned}, as in TRL" in x for x in warnings] == (
         [True] if warned else []
     )
+
+
+def test_the_table_says_which_losses_of_trl_read_label_smoothing(workshop: Workshop, tmp_path: Path):
+    trainer = trl.DPOTrainer(
+        workshop.model("tied"),
+        # Not the policy: while their log-ratios are 0, a loss that reads it may have the same value
+        AutoModelForCausalLM.from_pretrained(workshop.model("tied", REFERENCE_SEED)),
+        args=trl.DPOConfig(str(tmp_path), bf16=False, use_cpu=True, report_to="none"),
+        train_dataset=rewarded(4, seed=1),
+    )
+    batch = next(iter(trainer.get_train_dataloader()))
+
+    def loss(name: str, label_smoothing: float) -> float:
+        trainer.loss_types, trainer.loss_weights, trainer.label_smoothing = [name], [1.0], label_smoothing
+        return trainer.compute_loss(trainer.model, batch).item()
+
+    reading = {name for name in DPO_LOSS_TYPES if loss(name, 0.1) != loss(name, 0.3)}
+    assert reading == {name for name, row in DPO_LOSS_TYPES.items() if row.label_smoothing == "read"}
+
+
+def test_what_is_said_of_label_smoothing_holds_for_a_loss_type_that_is_only_in_the_table_of_ours(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    """It neither reads rewards nor is one of TRL's."""
+    monkeypatch.setitem(PREFERENCE_LOSSES, "squared_hinge", lambda pairs, options: pairs.difference)
+
+    def config(*loss_type: str) -> trl_ext.DPOConfig:
+        return trl_ext.DPOConfig(
+            str(tmp_path), bf16=False, use_cpu=True, report_to="none", loss_type=[*loss_type], label_smoothing=0.1
+        )
+
+    warn_of_ignored_smoothing(config("squared_hinge"))
+    warning = caplog.messages[-1]
+    assert warning.startswith("`label_smoothing=0.1` is ignored by the loss type 'squared_hinge'. The loss type 'cdpo'")
+    with pytest.raises(ValueError, match=r"^'rpo_squared' does not read `label_smoothing=0.1`: its targets come from"):
+        config("squared_hinge", "rpo_squared")
 
 
 def test_rewards_do_not_turn_off_the_reference_store(workshop: Workshop, tmp_path: Path):

@@ -90,9 +90,6 @@ def _added(name: str) -> DPOLossType:
     return DPOLossType(label_smoothing="no labels" if name in READ_REWARDS else "ignored")
 
 
-_OF_DPO = DPO_LOSS_TYPES | {name: _added(name) for name in PREFERENCE_LOSSES}
-
-
 @dataclass(frozen=True, kw_only=True)
 class KTOLossType(LossType):
     """What is known of a loss type of `KTOConfig`."""
@@ -150,7 +147,7 @@ def sft_loss_type(name: str) -> SFTLossType:
 
 def dpo_loss_type(name: str) -> DPOLossType:
     """Return the row of a loss type, TRL's or ours."""
-    return _OF_DPO.get(name, UNKNOWN_DPO)
+    return _added(name) if name in PREFERENCE_LOSSES else DPO_LOSS_TYPES.get(name, UNKNOWN_DPO)
 
 
 def kto_loss_type(name: str) -> KTOLossType:
