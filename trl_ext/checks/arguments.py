@@ -141,7 +141,7 @@ def check_dpo_arguments(config: Any, *, own_loss: bool) -> None:
     With `own_loss`, a subclass replaces TRL's loss: the values that only the loss reads are not checked.
     """
     _check_reference_sync(config)
-    check_rules(config, _RULES["dpo"], replaced={"loss"} if own_loss else ())
+    check_rules(config, _RULES["dpo"], replaced_parts={"loss"} if own_loss else ())
     if config.activation_offloading:
         check_offloading_device(config.device)
     if own_loss:
@@ -177,7 +177,7 @@ def check_grpo_arguments(config: Any, *, own_loss: bool, own_advantages: bool, o
             '`vllm_mode="colocate"`, or give the arguments to `vllm serve`.'
         )
     is_replaced = {"loss": own_loss, "advantages": own_advantages, "generation": own_generation}
-    check_rules(config, _RULES["grpo"], replaced={part for part in is_replaced if is_replaced[part]})
+    check_rules(config, _RULES["grpo"], replaced_parts={part for part in is_replaced if is_replaced[part]})
     if not own_loss:
         _check_loss_types([config.loss_type], GRPO_LOSS_TYPES, trl.GRPOTrainer)
 
@@ -187,7 +187,7 @@ def check_sft_arguments(config: Any, *, own_loss: bool) -> None:
     template = config.chat_template_path
     if template is not None and str(template).endswith((".jinja", ".jinja2")) and not os.path.isfile(template):
         raise ValueError(f"`chat_template_path` is {template!r}, but there is no such file. Correct the path.")
-    check_rules(config, _RULES["sft"], replaced={"loss"} if own_loss else ())
+    check_rules(config, _RULES["sft"], replaced_parts={"loss"} if own_loss else ())
     if not own_loss:
         _check_loss_types([config.loss_type], SFT_LOSS_TYPES, trl.SFTTrainer)
     if config.activation_offloading:
@@ -197,7 +197,7 @@ def check_sft_arguments(config: Any, *, own_loss: bool) -> None:
 def check_kto_arguments(config: Any, *, own_loss: bool) -> None:
     """Raise `ValueError` if a `KTOConfig`, TRL's or ours, has an invalid value. `own_loss` as for DPO."""
     _check_reference_sync(config)
-    check_rules(config, _RULES["kto"], replaced={"loss"} if own_loss else ())
+    check_rules(config, _RULES["kto"], replaced_parts={"loss"} if own_loss else ())
     if config.activation_offloading:
         check_offloading_device(config.device)
     loss = kto_loss_type(config.loss_type)
@@ -217,7 +217,7 @@ def check_rloo_arguments(config: Any, *, own_loss: bool, own_advantages: bool, o
     """Raise `ValueError` if an `RLOOConfig`, TRL's or ours, has an invalid value. The others as for GRPO."""
     _check_reference_sync(config)
     is_replaced = {"loss": own_loss, "generation": own_generation}
-    check_rules(config, _RULES["rloo"], replaced={part for part in is_replaced if is_replaced[part]})
+    check_rules(config, _RULES["rloo"], replaced_parts={part for part in is_replaced if is_replaced[part]})
     if config.reward_clip_range and not own_advantages:
         _check_clip_range(config.reward_clip_range)
 
@@ -299,9 +299,9 @@ def _check_reference_sync(config: Any) -> None:
         )
 
 
-def _check_loss_types(names: Collection[str], known: Iterable[str], trl_trainer: type) -> None:
+def _check_loss_types(names: Collection[str], known_names: Iterable[str], trl_trainer: type) -> None:
     """Raise `ValueError` for a loss type that neither this release knows nor the source of TRL's trainer names."""
-    choices = dict.fromkeys((*known, *sorted(compared_values(trl_trainer, "loss_type"))))
+    choices = dict.fromkeys((*known_names, *sorted(compared_values(trl_trainer, "loss_type"))))
     for name in names:
         Rule("loss_type", choices=tuple(choices)).check(name)
 
@@ -316,16 +316,16 @@ def warn_of_unknown_loss_types(names: Collection[str]) -> None:
 
 
 def bound_arguments(
-    name: str, trl_trainer: Any, config: type, added: type, positional: tuple[Any, ...], keywords: dict[str, Any]
+    name: str, trl_trainer: Any, config: type, added_fields: type, positional: tuple[Any, ...], keywords: dict[str, Any]
 ) -> dict[str, Any]:
     """Return the arguments by name, with paths as strings; raise `TypeError` if TRL's trainer does not take them.
 
     Args:
         name (`str`): the name of the user's class, for errors.
-        config (`type`): TRL's config class. Its fields and those of `added` are not arguments of the trainer.
+        config (`type`): TRL's config class. Its fields and those of `added_fields` are not arguments of the trainer.
     """
     signature = inspect.signature(trl_trainer)
-    of_config = [x.name for x in (*fields(config), *fields(added))]
+    of_config = [x.name for x in (*fields(config), *fields(added_fields))]
     refuse_unknown(name, keywords, list(signature.parameters), config=config.__name__, of_config=of_config)
     try:
         arguments = signature.bind(*positional, **keywords).arguments
@@ -394,8 +394,8 @@ def _check_model(model: Any, config: Any) -> None:
     """Raise `ValueError` if the policy does not exist, or does not generate text."""
     architecture = _architecture("model", model, config) if isinstance(model, str) else type(model).__name__
     if isinstance(model, str):  # the class that TRL would load
-        loaded = getattr(transformers, architecture or "", None)
-        generates = loaded is None or loaded.can_generate()
+        model_class = getattr(transformers, architecture or "", None)
+        generates = model_class is None or model_class.can_generate()
     else:
         generates = getattr(model, "generation_config", None) is not None
     if not generates:

@@ -186,8 +186,8 @@ def _warn_of_equal_pairs(dataset: Dataset, name: str) -> None:
 
 def pair_columns(row: dict[str, Any], name: str) -> tuple[str, ...]:
     """Return the columns that DPO reads. As for the other methods, `row` is the first of the data set `name`."""
-    if missing := [column for column in ("chosen", "rejected") if column not in row]:
-        raise _missing(row, name, "DPO reads `prompt`, `chosen` and `rejected`", dict.fromkeys(missing, ()))
+    if missing_columns := [column for column in ("chosen", "rejected") if column not in row]:
+        raise _missing(row, name, "DPO reads `prompt`, `chosen` and `rejected`", dict.fromkeys(missing_columns, ()))
     return tuple(x for x in _PAIR if x in row)
 
 
@@ -195,9 +195,9 @@ def kto_columns(row: dict[str, Any], name: str) -> tuple[str, ...]:
     """Return the columns that KTO reads: those of a pair, or of a completion."""
     if {"chosen", "rejected"} <= set(row):
         return pair_columns(row, name)
-    if missing := [column for column in ("prompt", "completion", "label") if column not in row]:
+    if missing_columns := [column for column in ("prompt", "completion", "label") if column not in row]:
         reads = "KTO reads `prompt`, `completion` and `label`, or pairs with `prompt`, `chosen` and `rejected`"
-        raise _missing(row, name, reads, {column: _OTHER_NAMES[column] for column in missing})
+        raise _missing(row, name, reads, {column: _OTHER_NAMES[column] for column in missing_columns})
     _check_label(row["label"], 0, name)
     return "prompt", "completion"
 
@@ -220,8 +220,9 @@ def sft_columns(row: dict[str, Any], name: str, *, text_field: str | None) -> tu
     elif "completion" in row:
         return "prompt", "completion"
     reads = "SFT reads `text` (or the column in `dataset_text_field`), or `messages`, or both `prompt` and `completion`"
-    missing = [column for column in ("prompt", "completion") if column not in row]
-    likely = {x: _OTHER_NAMES[x] for x in missing if "prompt" in row or any(y in row for y in _OTHER_NAMES["prompt"])}
+    missing_columns = [column for column in ("prompt", "completion") if column not in row]
+    has_prompt = "prompt" in row or any(x in row for x in _OTHER_NAMES["prompt"])
+    likely = {x: _OTHER_NAMES[x] for x in missing_columns if has_prompt}
     hint = "Rename yours."
     if "prompt" in row and (chat or text_field in row):
         hint = f'To train on `{[*chat, text_field][0]}`, remove the prompt: `dataset.remove_columns("prompt")`.'
@@ -325,8 +326,8 @@ def _check_prompts(dataset: Any, name: str, processing_class: Any, method: str) 
     if columns is not None and "prompt" not in columns:
         likely = next((x for x in _OTHER_NAMES["prompt"] if x in columns), None)
         hint = f'Rename the column of prompts: `dataset.rename_column("{likely}", "prompt")`.' if likely else ""
-        missing: dict[str, tuple[str, ...]] = {} if hint else {"prompt": ()}
-        raise _missing(dict.fromkeys(columns), name, f"{method} reads `prompt`", missing, hint)
+        other_names: dict[str, tuple[str, ...]] = {} if hint else {"prompt": ()}
+        raise _missing(dict.fromkeys(columns), name, f"{method} reads `prompt`", other_names, hint)
     if columns is None or not isinstance(dataset, Dataset) or not len(dataset):  # None with a transform
         return
     _check_filled(dataset, "prompt", name)
@@ -357,10 +358,10 @@ def _warn_of_unread_options(dataset: Any, name: str, config: Any, method: str) -
 
 def check_enough_prompts(dataset: Any, generation_batch_size: int, num_generations: int) -> None:
     """Raise `ValueError` if the prompts do not fill a generation batch, so that TRL's sampler drops them all."""
-    needed = generation_batch_size // num_generations
-    if isinstance(dataset, Dataset) and len(dataset) < needed:
+    prompts_of_batch = generation_batch_size // num_generations
+    if isinstance(dataset, Dataset) and len(dataset) < prompts_of_batch:
         raise ValueError(
-            f"`train_dataset` has {len(dataset)} prompts, but each generation batch takes {needed} "
+            f"`train_dataset` has {len(dataset)} prompts, but each generation batch takes {prompts_of_batch} "
             f"(`generation_batch_size={generation_batch_size}` / `num_generations={num_generations}`): no step would "
             "run. Add prompts, or lower `per_device_train_batch_size`, `gradient_accumulation_steps` or "
             "`steps_per_generation`."
@@ -391,9 +392,9 @@ def check_rewards(arguments: dict[str, Any], config: Any, *, has_environments: b
                 f'Rename it: `dataset.rename_column("{reserved}", "...")`.'
             )
         if columns is not None:
-            passed = [*REWARD_KEYWORDS, *(x for x in columns if x not in REWARD_COLUMNS_LEFT_OUT)]
-            passed += ["environments"] if has_environments else []
-            _check_keywords(reward, passed, are_all=not columns_are_added)
+            passed_keywords = [*REWARD_KEYWORDS, *(x for x in columns if x not in REWARD_COLUMNS_LEFT_OUT)]
+            passed_keywords += ["environments"] if has_environments else []
+            _check_keywords(reward, passed_keywords, are_all=not columns_are_added)
 
 
 def _check_weights(reward_funcs: Any, weights: Any) -> None:
@@ -428,14 +429,16 @@ def _check_keywords(reward: Callable[..., Any], passed_keywords: list[str], *, a
     except (TypeError, ValueError):  # builtins may have no signature
         return
     name = getattr(reward, "__name__", type(reward).__name__)
-    named = [x.name for x in parameters if x.kind in (x.POSITIONAL_OR_KEYWORD, x.KEYWORD_ONLY)]
-    missing = [x.name for x in parameters if x.name in named and x.default is x.empty and x.name not in passed_keywords]
-    if missing and are_all:
+    parameter_names = [x.name for x in parameters if x.kind in (x.POSITIONAL_OR_KEYWORD, x.KEYWORD_ONLY)]
+    required_keywords = [x.name for x in parameters if x.name in parameter_names and x.default is x.empty]
+    missing_keywords = [x for x in required_keywords if x not in passed_keywords]
+    if missing_keywords and are_all:
         raise TypeError(
-            f"`reward_funcs`: `{name}` requires `{missing[0]}`, which TRL does not pass. TRL passes the columns of "
-            f"`train_dataset` and others: {passed_keywords}. Add or rename the column, or give the parameter a default."
+            f"`reward_funcs`: `{name}` requires `{missing_keywords[0]}`, which TRL does not pass. TRL passes the "
+            f"columns of `train_dataset` and others: {passed_keywords}. Add or rename the column, or give the "
+            "parameter a default."
         )
-    unnamed = [x for x in passed_keywords if x not in named]
+    unnamed = [x for x in passed_keywords if x not in parameter_names]
     if unnamed and not any(x.kind is x.VAR_KEYWORD for x in parameters):
         raise TypeError(
             f"`reward_funcs`: `{name}` does not take `{unnamed[0]}`, one of the keywords that TRL passes to every "

@@ -98,8 +98,10 @@ def check_has_length(config: Any, *, has_tools: bool, own_loss: bool) -> None:
         return
     divides = grpo_loss_type(config.loss_type).divides_by_completion_length and not own_loss
     if divides or has_tools:
-        what = f'`loss_type="{config.loss_type}"` divides by it' if divides else "completions with tools are cut at it"
-        raise ValueError(f"`max_completion_length` is None, but {what}. Set it to a number of tokens.")
+        reason = (
+            f'`loss_type="{config.loss_type}"` divides by it' if divides else "completions with tools are cut at it"
+        )
+        raise ValueError(f"`max_completion_length` is None, but {reason}. Set it to a number of tokens.")
 
 
 def check_images(dataset: Any, name: str, processing_class: Any) -> None:

@@ -28,8 +28,8 @@ _MARKER = "text-of-this-message"
 def usual_role(role: str) -> str | None:
     """Return "user" or "assistant" for another name of it; `None` if there is none."""
     plain = role.strip().lower()
-    known = _OTHER_ROLES.get(plain) or (plain if plain in _ROLES else None)
-    return known if known != role else None
+    usual_name = _OTHER_ROLES.get(plain) or (plain if plain in _ROLES else None)
+    return usual_name if usual_name != role else None
 
 
 def check_template(row: dict[str, Any], name: str, processing_class: Any) -> None:
@@ -59,10 +59,10 @@ def check_options(row: dict[str, Any], place: int, name: str) -> None:
         raise ValueError(f"`chat_template_kwargs` is {reprlib.repr(options)} in row {place} of `{name}`. {hint}")
     tools = row.get("tools")
     try:
-        read = json.loads(tools) if isinstance(tools, str) else tools
+        tool_list = json.loads(tools) if isinstance(tools, str) else tools
     except ValueError:
-        read = "no JSON"
-    if read and not isinstance(read, list):
+        tool_list = "no JSON"
+    if tool_list and not isinstance(tool_list, list):
         hint = 'Give None: `dataset.map(lambda row: {"tools": row["tools"] or None})`.'
         hint = hint if tools == "" else "Give a list of tools, as it is or as JSON, or None for no tools."
         raise ValueError(f"`tools` is {reprlib.repr(tools)} in row {place} of `{name}`. {hint}")
@@ -76,7 +76,7 @@ def check_messages(
     Raises:
         `ValueError`: a message has no role, or one for which the template does not render the user or the assistant.
     """
-    seen: set[str] = set()
+    checked_roles: set[str] = set()
     for place, row in rows.items():
         options = row.get("chat_template_kwargs") or {}
         render = partial(_rendered, partial(processing_class.apply_chat_template, tokenize=False, **options))
@@ -87,13 +87,13 @@ def check_messages(
                     f"`{column}` of `{name}` has a message without a role in row {place}. Add `role`, such as 'user'."
                 )
             for role in dict.fromkeys(roles):
-                if role not in (*_ROLES, *seen):
+                if role not in (*_ROLES, *checked_roles):
                     of_prompt = any(x.get("role") == role for x in row.get("prompt") or () if "prompt" in columns)
                     where = f"`{'prompt' if of_prompt else column}` of `{name}` has the role {role!r} in row {place}"
                     conversion = _renaming(row, "prompt" if of_prompt else column)
                     template = options.get("chat_template") or processing_class.chat_template
                     _check_role(role, conversation, where, conversion, render, str(template))
-                    seen |= {x for x in roles if x == role or usual_role(x)}
+                    checked_roles |= {x for x in roles if x == role or usual_role(x)}
 
 
 def _conversations(row: dict[str, Any], columns: tuple[str, ...]) -> list[tuple[str, list[dict[str, Any]]]]:
@@ -114,10 +114,12 @@ def _check_role(
     render: Callable[[list[Any]], str],
     template: str,
 ) -> None:
-    marked = [{**x, "content": _MARKER} if x["role"] == role else x for x in conversation]
+    marked_messages = [{**x, "content": _MARKER} if x["role"] == role else x for x in conversation]
     usual = usual_role(role)
-    as_given = render(marked)
-    as_usual = render([{**x, "role": (usual or "user") if x["role"] == role else _known(x["role"])} for x in marked])
+    as_given = render(marked_messages)
+    as_usual = render(
+        [{**x, "role": (usual or "user") if x["role"] == role else _known(x["role"])} for x in marked_messages]
+    )
     is_named = re.search(rf"""["']{re.escape(role)}["']""", template) is not None
     if _MARKER not in as_given:
         if usual and _MARKER in as_usual:
@@ -172,7 +174,7 @@ def sharegpt_hint(messages: list[dict[str, Any]], column: str, options: str = ""
 
 def _role_names(roles: Iterable[str]) -> str:
     usual = {role: usual_role(role) for role in sorted(set(roles)) if usual_role(role)}
-    return "{" + ", ".join(f'"{role}": "{known}"' for role, known in usual.items()) + "}"
+    return "{" + ", ".join(f'"{role}": "{new_role}"' for role, new_role in usual.items()) + "}"
 
 
 def _renders_parts(render: Callable[..., str]) -> bool:

@@ -102,16 +102,21 @@ _REMOVED_OF_TRAINERS = {
 
 
 def refuse_unknown(
-    owner: str, arguments: dict[str, Any], known: Collection[str], *, config: str = "", of_config: Collection[str] = ()
+    owner: str,
+    arguments: dict[str, Any],
+    known_names: Collection[str],
+    *,
+    config: str = "",
+    of_config: Collection[str] = (),
 ) -> None:
-    """Raise `TypeError` for the first argument of `arguments` that is not `known`, with what to use instead.
+    """Raise `TypeError` for the first argument of `arguments` that is not in `known_names`, with what to use instead.
 
     Args:
-        owner (`str`): the class whose arguments are `known`.
+        owner (`str`): the class whose arguments have the `known_names`.
         config (`str`): for a trainer, the name of its config, whose fields are `of_config`.
     """
     for name, value in arguments.items():
-        if name in known:
+        if name in known_names:
             continue
         shown_value = reprlib.repr(value)
         if name in of_config:
@@ -119,15 +124,17 @@ def refuse_unknown(
                 f"`{name}` is an argument of `{config}`, not of `{owner}`. Pass `args={config}({name}={shown_value}, "
                 "...)`."
             )
-        remedy = former_name(name, known, shown_value, of_trainer=of_config)
+        remedy = former_name(name, known_names, shown_value, of_trainer=of_config)
         remedy = remedy or former_name(name, of_config, shown_value, config)
         if remedy is not None:
             raise TypeError(f"`{name}` is not an argument of `{owner}`. {remedy}")
-        raise TypeError(f"{owner}.__init__() got an unexpected keyword argument '{name}'.{did_you_mean(name, known)}")
+        raise TypeError(
+            f"{owner}.__init__() got an unexpected keyword argument '{name}'.{did_you_mean(name, known_names)}"
+        )
 
 
 def former_name(
-    name: str, known: Collection[str], value: str = "...", config: str = "", *, of_trainer: Collection[str] = ()
+    name: str, known_names: Collection[str], value: str = "...", config: str = "", *, of_trainer: Collection[str] = ()
 ) -> str | None:
     """Return what to use instead of an argument of an earlier version or another library; `None` for other names.
 
@@ -137,16 +144,16 @@ def former_name(
         config (`str`): for a field that was given to a trainer, the name of its config.
         of_trainer (`Collection[str]`): for an argument of a trainer, the fields of its config.
     """
-    renamed, removed = (_RENAMED_OF_TRAINERS, _REMOVED_OF_TRAINERS) if of_trainer else (_RENAMED, _REMOVED)
-    if renamed.get(name) in known:
-        return f"Pass `args={config}({renamed[name]}={value}, ...)`." if config else f"Use `{renamed[name]}`."
-    has_length = "max_length" in known
-    if not known or name not in removed or (name in _OF_LENGTH and not has_length):
+    new_names, remedies = (_RENAMED_OF_TRAINERS, _REMOVED_OF_TRAINERS) if of_trainer else (_RENAMED, _REMOVED)
+    if new_names.get(name) in known_names:
+        return f"Pass `args={config}({new_names[name]}={value}, ...)`." if config else f"Use `{new_names[name]}`."
+    has_length = "max_length" in known_names
+    if not known_names or name not in remedies or (name in _OF_LENGTH and not has_length):
         return None
     if name in ("ref_model", "ref_policy") and "beta" not in of_trainer:
         return f"{_LEFT_OUT} This method has no reference."
     more = " `max_length` limits prompt and completion together."
-    return removed[name].format(value=value) + more * (name == "max_prompt_length" and has_length)
+    return remedies[name].format(value=value) + more * (name == "max_prompt_length" and has_length)
 
 
 def did_you_mean(name: str, known_names: Iterable[str], mark: str = "") -> str:
@@ -164,7 +171,7 @@ def did_you_mean(name: str, known_names: Iterable[str], mark: str = "") -> str:
 
 def _one_slip(name: str, known_name: str) -> bool:
     pairs = enumerate(zip(name, known_name, strict=False))
-    same = next((place for place, (a, b) in pairs if a != b), min(len(name), len(known_name)))
-    a, b = name[same:], known_name[same:]
+    equal_letters = next((place for place, (a, b) in pairs if a != b), min(len(name), len(known_name)))
+    a, b = name[equal_letters:], known_name[equal_letters:]
     swapped = a[:2] == b[1::-1] and a[2:] == b[2:]
-    return same > 0 and (a[1:] == b or a == b[1:] or a[1:] == b[1:] or swapped)
+    return equal_letters > 0 and (a[1:] == b or a == b[1:] or a[1:] == b[1:] or swapped)

@@ -27,14 +27,14 @@ def check_overrides(trainer: Any, arguments: Iterable[Any]) -> None:
         arguments (`Iterable`): those of the trainer, whose functions and callbacks may call its methods.
     """
     trls = trainer._trl_trainer.__name__
-    removed = {name: code for name, code in methods_of_user(trainer) if name in REMOVED_METHODS[trls]}
-    dead = removed.keys() - _called(trainer, arguments, removed)
+    removed_methods = {name: code for name, code in methods_of_user(trainer) if name in REMOVED_METHODS[trls]}
+    dead = removed_methods.keys() - _called(trainer, arguments, removed_methods)
     if dead:
         owner = type(trainer).__name__
-        remedies = [f"{REMOVED_METHODS[trls][name]} instead of `{name}`" for name in removed if name in dead]
-        methods = ", ".join(f"`{name}`" for name in removed if name in dead)
+        remedies = [f"{REMOVED_METHODS[trls][name]} instead of `{name}`" for name in removed_methods if name in dead]
+        methods = ", ".join(f"`{name}`" for name in removed_methods if name in dead)
         message = f"`{owner}` has the method {methods}, which TRL no longer calls. {'; '.join(remedies)}."
-        if any(_is_mentioned_elsewhere(name, [removed[x] for x in dead]) for name in dead):
+        if any(_is_mentioned_elsewhere(name, [removed_methods[x] for x in dead]) for name in dead):
             logger.warning(message)
         else:
             raise ValueError(f"{message} If your code calls it, rename it.")
@@ -61,9 +61,9 @@ def methods_of_user(trainer: Any) -> Iterator[tuple[str, list[CodeType]]]:
                 yield name, codes
 
 
-def _called(trainer: Any, arguments: Iterable[Any], removed: dict[str, list[CodeType]]) -> set[str]:
-    """Return the names in `removed` that the user's other methods, callbacks and functions mention."""
-    codes = [code for name, method in methods_of_user(trainer) if name not in removed for code in method]
+def _called(trainer: Any, arguments: Iterable[Any], removed_methods: dict[str, list[CodeType]]) -> set[str]:
+    """Return the names in `removed_methods` that the user's other methods, callbacks and functions mention."""
+    codes = [code for name, method in methods_of_user(trainer) if name not in removed_methods for code in method]
     for argument in arguments:
         for value in argument if isinstance(argument, list | tuple) else [argument]:
             functions = [value, *(x for cls in type(value).__mro__ for x in vars(cls).values())]
@@ -71,25 +71,25 @@ def _called(trainer: Any, arguments: Iterable[Any], removed: dict[str, list[Code
     called: set[str] = set()
     while codes:
         code = codes.pop()
-        mentioned = {x for x in (*code.co_names, *code.co_consts) if isinstance(x, str)} & removed.keys()
-        codes += [further for name in mentioned - called for further in removed[name]]
+        mentioned = {x for x in (*code.co_names, *code.co_consts) if isinstance(x, str)} & removed_methods.keys()
+        codes += [further for name in mentioned - called for further in removed_methods[name]]
         called |= mentioned
     return called
 
 
-def code_of(function: Any, seen: set[int] | None = None) -> Iterator[CodeType]:
+def code_of(function: Any, seen_ids: set[int] | None = None) -> Iterator[CodeType]:
     """Yield the code of a function or property, of those within it and of those that it wraps; none of libraries."""
-    seen = set() if seen is None else seen
+    seen_ids = set() if seen_ids is None else seen_ids
     function = getattr(function, "__func__", getattr(function, "fget", function))
     wrapped = [getattr(function, name, None) for name in ("__wrapped__", "func")]
-    if isinstance(function, FunctionType) and id(function) not in seen:
-        seen.add(id(function))
+    if isinstance(function, FunctionType) and id(function) not in seen_ids:
+        seen_ids.add(id(function))
         if package_of(function) not in _LIBRARIES:
             yield from nested_codes(function.__code__)
         wrapped += closure_of(function)
     for value in wrapped:
-        if isinstance(value, FunctionType) and id(value) not in seen:
-            yield from code_of(value, seen)
+        if isinstance(value, FunctionType) and id(value) not in seen_ids:
+            yield from code_of(value, seen_ids)
 
 
 def _is_mentioned_elsewhere(name: str, dead: list[list[CodeType]]) -> bool:

@@ -128,12 +128,12 @@ def mixed_hint(row: dict[str, Any], kinds: Mapping[str, str]) -> str:
     prompt = row.get("prompt")
     chats = [x for x, kind in kinds.items() if kind == "messages" and x != "prompt" and row[x]]
     if isinstance(prompt, str) and chats:
-        asked = [any(_is_asking(one) and _text(one) == _spaced(prompt) for one in row[x]) for x in chats]
-        if all(asked) and chats == ["chosen", "rejected"]:
+        holds_prompt = [any(_is_asking(one) and _text(one) == _spaced(prompt) for one in row[x]) for x in chats]
+        if all(holds_prompt) and chats == ["chosen", "rejected"]:
             return (
                 '`chosen` and `rejected` hold the prompt, too. Remove the column: `dataset.remove_columns("prompt")`.'
             )
-        if all(asked) and chats == ["completion"] and len(row["completion"]) > 1:
+        if all(holds_prompt) and chats == ["completion"] and len(row["completion"]) > 1:
             return (
                 "The completion holds the prompt, too. Split it: `dataset.map(lambda row: "
                 '{"prompt": row["completion"][:-1], "completion": row["completion"][-1:]})`.'
@@ -163,27 +163,27 @@ def check_missing_prompts(rows: Rows, name: str) -> None:
                 "space: TRL would make a prompt of all that precedes it. Remove the space: "
                 '`dataset.map(lambda row: {"chosen": row["chosen"].rstrip()})`.'
             )
-    with_other_prompt = {place: start for place, start in starts_of_rows.items() if start.other}
-    starts = {str(start.shared) for start in with_other_prompt.values()}
+    with_other_prompt = {place: start for place, start in starts_of_rows.items() if start.other_prompt}
+    starts = {str(start.common_start) for start in with_other_prompt.values()}
     # Prompts that differ do not begin with the same text, but answers may. In a chat, a user may always say the same
-    all_same = len(starts) == 1 < len({start.other for start in with_other_prompt.values()})
+    all_same = len(starts) == 1 < len({start.other_prompt for start in with_other_prompt.values()})
     # Answers to many prompts hardly begin with the same two words in every pair, and with others in each
     are_prompts = len(starts) == len(with_other_prompt) >= _PROMPTS and all(
-        start.is_chat or len(start.shared.split()) > 1 for start in with_other_prompt.values()
+        start.is_chat or len(start.common_start.split()) > 1 for start in with_other_prompt.values()
     )
     dropped = [
         place
         for place, start in with_other_prompt.items()
-        if not start.holds_other
+        if not start.holds_other_prompt
         and (start.begins_answer or ((start.is_short or (all_same and not start.is_chat)) and not are_prompts))
     ]
-    unrendered = [place for place, start in starts_of_rows.items() if start.is_chat and not start.shared]
+    unrendered = [place for place, start in starts_of_rows.items() if start.is_chat and not start.common_start]
     if dropped and (len(dropped) > len(with_other_prompt) / 2 or unrendered):
         start = starts_of_rows[dropped[0]]
         raise ValueError(
             f"`{name}` has the columns {sorted(next(iter(rows.values())))} but no `prompt`, and `chosen` and "
-            f"`rejected` of row {dropped[0]} do not start with the same prompt: their common start is {start.shown}. "
-            f"{start.renaming}"
+            f"`rejected` of row {dropped[0]} do not start with the same prompt: their common start is "
+            f"{start.description}. {start.renaming}"
         )
     if unrendered:
         raise ValueError(
@@ -194,11 +194,11 @@ def check_missing_prompts(rows: Rows, name: str) -> None:
         start = starts_of_rows[dropped[0]]
         logger.warning(
             f"`{name}` has no `prompt`, and in {len(dropped)} of the {len(starts_of_rows)} rows that were read, such "
-            f"as row {dropped[0]}, the common start of `chosen` and `rejected` is not the prompt but {start.shown}. "
-            f"{start.renaming}"
+            f"as row {dropped[0]}, the common start of `chosen` and `rejected` is not the prompt but "
+            f"{start.description}. {start.renaming}"
         )
         return
-    empty = [place for place, start in starts_of_rows.items() if not start.shared]
+    empty = [place for place, start in starts_of_rows.items() if not start.common_start]
     if len(empty) > _FEW * len(starts_of_rows):
         logger.warning(
             f"`{name}` has no `prompt`, and `chosen` and `rejected` of row {empty[0]} do not start with the same text: "
@@ -210,26 +210,26 @@ def check_missing_prompts(rows: Rows, name: str) -> None:
 class _Start:
     """What `chosen` and `rejected` share at their start, and the column that may hold the prompt instead."""
 
-    shared: Any  # text or messages
+    common_start: Any  # text or messages
     is_chat: bool
     wrong_cut: bool  # TRL makes a prompt of `chosen` without its last character
-    other: str  # the text of that column; empty if there is none
-    holds_other: bool  # whether chosen holds the text of such a column
+    other_prompt: str  # the text of that column; empty if there is none
+    holds_other_prompt: bool  # whether chosen holds the text of such a column
     renaming: str  # how to make it the prompt
 
     @classmethod
     def of(cls, row: dict[str, Any]) -> "_Start":
         chosen, rejected = row["chosen"], row["rejected"]
         is_chat = not isinstance(chosen, str)
-        shared = _common_start(chosen, rejected)
-        names = sorted((x for x in row if _is_prompt_name(x, _last_text(row[x]), bool(shared))), key=_rank)
+        common_start = _common_start(chosen, rejected)
+        names = sorted((x for x in row if _is_prompt_name(x, _last_text(row[x]), bool(common_start))), key=_rank)
         whole = " ".join(map(_text, chosen)) if is_chat else _spaced(chosen)
         return cls(
-            shared=shared if is_chat else "".join(shared),
+            common_start=common_start if is_chat else "".join(common_start),
             is_chat=is_chat,
-            wrong_cut=not is_chat and not shared and chosen.endswith(" ") and len(chosen) > 1,
-            other=_last_text(row[names[0]]) if names else "",
-            holds_other=any(_last_text(row[x])[:_COMPARED] in whole for x in names),
+            wrong_cut=not is_chat and not common_start and chosen.endswith(" ") and len(chosen) > 1,
+            other_prompt=_last_text(row[names[0]]) if names else "",
+            holds_other_prompt=any(_last_text(row[x])[:_COMPARED] in whole for x in names),
             renaming=_renaming(row, names, is_chat),
         )
 
@@ -237,9 +237,9 @@ class _Start:
     def begins_answer(self) -> bool:
         """Whether the common start has no message of a user, or is that of two answers with thoughts or open code."""
         if self.is_chat:
-            return not _without_system(self.shared)
-        opens_code = self.shared.lstrip().startswith(_FENCE) and self.shared.count(_FENCE) == 1
-        return opens_code or _THINKS.match(self.shared) is not None
+            return not _without_system(self.common_start)
+        opens_code = self.common_start.lstrip().startswith(_FENCE) and self.common_start.count(_FENCE) == 1
+        return opens_code or _THINKS.match(self.common_start) is not None
 
     @property
     def is_short(self) -> bool:
@@ -247,14 +247,15 @@ class _Start:
         if self.is_chat:
             return False
         # Such as "Human: ... Assistant:"
-        marked = any(mark in self.shared for mark in _MARKS) or len(_COLONS.findall(self.shared)) > 1
-        words = len(self.shared.split()) + len(_UNSPACED.findall(self.shared)) // 2
-        return not marked and words <= _ANSWER_WORDS
+        has_mark = any(mark in self.common_start for mark in _MARKS) or len(_COLONS.findall(self.common_start)) > 1
+        words = len(self.common_start.split()) + len(_UNSPACED.findall(self.common_start)) // 2
+        return not has_mark and words <= _ANSWER_WORDS
 
     @property
-    def shown(self) -> str:
-        shown = "a system message alone" if self.is_chat else repr(self.shared)
-        return shown if self.shared else "empty"
+    def description(self) -> str:
+        if not self.common_start:
+            return "empty"
+        return "a system message alone" if self.is_chat else repr(self.common_start)
 
 
 def _is_prompt_name(name: str, text: str, is_shared: bool) -> bool:
@@ -271,14 +272,14 @@ def _renaming(row: dict[str, Any], names: list[str], is_chat: bool) -> str:
     if not names:
         return ""
     texts = [x for x in names if isinstance(row[x], str)]
-    both = [x for x in ("instruction", "input", "context") if x in texts]
-    if len(both) > 1:  # such as Alpaca's
-        value = " + ".join([f'row["{both[0]}"]', f'row["{both[1]}"]']).replace(" + ", ' + "\\n\\n" + ')
+    columns = [x for x in ("instruction", "input", "context") if x in texts]
+    if len(columns) > 1:  # such as Alpaca's
+        value = " + ".join([f'row["{columns[0]}"]', f'row["{columns[1]}"]']).replace(" + ", ' + "\\n\\n" + ')
     else:
         value = f'row["{names[0]}"]'
     if is_chat and texts:
         value = f'[{{"role": "user", "content": {value}}}]'
-    elif len(both) < 2:
+    elif len(columns) < 2:
         return f'Rename the column: `dataset.rename_column("{names[0]}", "prompt")`.'
     return f'Make it of what you have: `dataset.map(lambda row: {{"prompt": {value}}})`.'
 
@@ -336,27 +337,31 @@ def _repeats(completion: list[Any], prompt: list[Any]) -> bool:
 
     After an answer, the user may say again what he said before, such as "Go on". Then all of the prompt must be there.
     """
-    turns, asked = _without_system(completion), _without_system(prompt)
-    questions = {_text(one) for one in asked if _is_asking(one)} - {""}
+    turns = _without_system(completion)
+    prompt_turns = _without_system(prompt)
+    questions = {_text(one) for one in prompt_turns if _is_asking(one)} - {""}
     if not turns or not _is_asking(turns[0]) or not questions:
         return False
-    if not _is_asking(asked[-1]):
-        last = turns[len(asked) - 1 : len(asked)]
-        goes_on = bool(last) and _text(last[0]).startswith(_text(asked[-1]))
-        return goes_on and _same_messages(turns, asked[:-1])
+    if not _is_asking(prompt_turns[-1]):
+        last = turns[len(prompt_turns) - 1 : len(prompt_turns)]
+        goes_on = bool(last) and _text(last[0]).startswith(_text(prompt_turns[-1]))
+        return goes_on and _same_messages(turns, prompt_turns[:-1])
     later = {_text(one) for one in turns if _is_asking(one)}
-    return _text(turns[0]) in questions or _text(asked[-1]) in later
+    return _text(turns[0]) in questions or _text(prompt_turns[-1]) in later
 
 
 def _begins_with(text: Any, prompt: str) -> bool:
     """Return whether a text begins with the prompt, perhaps after a mark such as "Human:", and goes on."""
     if not isinstance(text, str):
         return False
-    asked, told = _spaced(prompt), _spaced(text)
-    if not asked or len(told) <= len(asked):
+    spaced_prompt = _spaced(prompt)
+    spaced_text = _spaced(text)
+    if not spaced_prompt or len(spaced_text) <= len(spaced_prompt):
         return False
-    if told.startswith(asked):
-        ends_within_word = asked[-1].isalnum() and told[len(asked)].isalnum() and asked[-1].isascii()
+    if spaced_text.startswith(spaced_prompt):
+        last = spaced_prompt[-1]
+        following = spaced_text[len(spaced_prompt)]
+        ends_within_word = last.isalnum() and following.isalnum() and last.isascii()
         return not ends_within_word
     words = prompt.strip()
     start = text.lstrip().find(words)

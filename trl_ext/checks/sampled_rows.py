@@ -40,11 +40,11 @@ def sampled_rows(dataset: Dataset, columns: Iterable[str]) -> dict[int, dict[str
 
     Of `columns`, those that the data set has are read. No row is read through a transform: it may be slow, or random.
     """
-    read = [x for x in dict.fromkeys(columns) if x in (columns_of(dataset) or ())]
-    if not read:
+    read_columns = [x for x in dict.fromkeys(columns) if x in (columns_of(dataset) or ())]
+    if not read_columns:
         return {}
     places = np.unique(np.linspace(0, len(dataset) - 1, min(_SAMPLED, len(dataset))).round().astype(int)).tolist()
-    rows = as_python(dataset).select_columns(read).select(places)
+    rows = as_python(dataset).select_columns(read_columns).select(places)
     return dict(zip(places, rows, strict=True))
 
 
@@ -72,7 +72,7 @@ def _has(dataset: Dataset, column: str) -> bool:
 
 
 def _first(dataset: Dataset, column: str, test: Callable[[Any], Any]) -> int | None:
-    passed = pc.fill_null(test(dataset.data.column(column)), False).to_numpy()
+    matches = pc.fill_null(test(dataset.data.column(column)), False).to_numpy()
     if dataset._indices is not None:  # rows were selected
-        passed = passed[dataset._indices.column(0).to_numpy()]
-    return int(passed.argmax()) if passed.any() else None
+        matches = matches[dataset._indices.column(0).to_numpy()]
+    return int(matches.argmax()) if matches.any() else None

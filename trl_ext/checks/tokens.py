@@ -188,9 +188,9 @@ def check_formatting(dataset: Any, name: str, text_field: str) -> None:
         read_columns = [text_field]
     else:
         return
-    listed = " and ".join(f"`{column}`" for column in read_columns)
+    column_names = " and ".join(f"`{column}`" for column in read_columns)
     logger.warning(
-        f"`formatting_func` has no effect on `{name}`: TRL trains on {listed}. Leave it out, or "
+        f"`formatting_func` has no effect on `{name}`: TRL trains on {column_names}. Leave it out, or "
         f"rename {'these columns' if len(read_columns) > 1 else 'this column'}."
     )
 

@@ -54,8 +54,9 @@ class Rule:
             return
         if self.choices:
             if value not in self.choices:
-                known = ", ".join(map(repr, self.choices))
-                raise ValueError(f"Unknown `{self.field}` {value!r}. Choose from: {known}.")
+                raise ValueError(
+                    f"Unknown `{self.field}` {value!r}. Choose from: {', '.join(map(repr, self.choices))}."
+                )
         elif not hasattr(value, "__float__") or self._is_outside(value):
             raise ValueError(f"`{self.field}` must be {self._range()}, got {value!r}. {self.hint}".rstrip())
 
@@ -77,14 +78,14 @@ class Rule:
         return f"in [{self.least}, {self.most}]" if self.below is None else f"in [{self.least}, {self.below})"
 
 
-def check_rules(config: Any, rules: Iterable[Rule], replaced: Collection[str] = ()) -> None:
+def check_rules(config: Any, rules: Iterable[Rule], replaced_parts: Collection[str] = ()) -> None:
     """Raise `ValueError` for the first field whose value is not allowed.
 
     Args:
         replaced (`Collection[str]`): the parts of the training that the user's code replaces.
     """
     for rule in rules:
-        if rule.read_by not in replaced and rule.when(config):
+        if rule.read_by not in replaced_parts and rule.when(config):
             rule.check(getattr(config, rule.field))
 
 
@@ -122,28 +123,31 @@ _DICTIONARIES_IN_FILES = frozenset({"accelerator_config", "deepspeed", "fsdp_con
 
 def check_declared(config: Any, cls: Any) -> None:
     """Raise `ValueError` if a field that `cls` itself declares has a value of a wrong type or not in its choices."""
-    declared = {x.name: x for x in fields(cls)}
+    fields_by_name = {x.name: x for x in fields(cls)}
     for name, kind in inspect.get_annotations(cls).items():
-        value, choices = getattr(config, name), declared[name].metadata.get("choices")
-        none = "None or " if declared[name].default is None else ""
+        value = getattr(config, name)
+        choices = fields_by_name[name].metadata.get("choices")
+        is_optional = fields_by_name[name].default is None
+        none_or = "None or " if is_optional else ""
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if value is None and none:
+        if value is None and is_optional:
             continue
         if choices:
-            is_allowed, expected = value in choices, f"{none}one of {choices}"
+            is_allowed = value in choices
+            requirement = f"{none_or}one of {choices}"
         elif kind in (bool, bool | None):
-            is_allowed, expected = isinstance(value, bool), f"{'None, ' if none else ''}True or False"
+            is_allowed = isinstance(value, bool)
+            requirement = f"{'None, ' if is_optional else ''}True or False"
         elif kind in (int, int | None):
-            is_allowed, expected = (
-                isinstance(value, int) and is_number and value >= 1,
-                f"{none}an integer of at least 1",
-            )
+            is_allowed = isinstance(value, int) and is_number and value >= 1
+            requirement = f"{none_or}an integer of at least 1"
         elif kind is float:
-            is_allowed, expected = is_number and math.isfinite(value), "a finite number"
+            is_allowed = is_number and math.isfinite(value)
+            requirement = "a finite number"
         else:
             continue
         if not is_allowed:
-            raise ValueError(f"`{name}` must be {expected}, got {value!r}.")
+            raise ValueError(f"`{name}` must be {requirement}, got {value!r}.")
 
 
 def check_numbers(config: Any) -> None:
@@ -157,15 +161,15 @@ def check_numbers(config: Any) -> None:
             kinds |= inspect.get_annotations(cls)
     for x in fields(config):
         kind, value = kinds.get(x.name), getattr(config, x.name, None)
-        allowed = get_args(kind) if isinstance(kind, UnionType) or get_origin(kind) is Union else (kind,)
-        if value is None or str in allowed or x.name in _TAKE_TEXT:
+        allowed_types = get_args(kind) if isinstance(kind, UnionType) or get_origin(kind) is Union else (kind,)
+        if value is None or str in allowed_types or x.name in _TAKE_TEXT:
             continue
-        if list[float] in allowed:
+        if list[float] in allowed_types:
             if isinstance(value, Real | str) or any(isinstance(one, str) for one in value):
                 raise TypeError(f"`{x.name}` must be a list of numbers such as [1.0, 0.5], got {value!r}.")
             _check_each_finite(x.name, value)
-        elif float in allowed or int in allowed:
-            takes_floats = float in allowed or x.name in _TAKE_FLOATS
+        elif float in allowed_types or int in allowed_types:
+            takes_floats = float in allowed_types or x.name in _TAKE_FLOATS
             # Numbers of numpy and torch have these methods too
             if not hasattr(value, "__float__" if takes_floats else "__index__"):
                 kind, text = "a number" if takes_floats else "an integer", "the string " * isinstance(value, str)
