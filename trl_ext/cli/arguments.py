@@ -77,7 +77,7 @@ class OneLineParser(TrlParser):
 
     def __init__(self, dataclass_types: Any = None, **keywords: Any) -> None:
         configs = [x for x in dataclass_types or () if issubclass(x, AddedFields)]
-        self._added = {x.name for config in configs for added in _added_by(config) for x in fields(added)}
+        self._added_names = {x.name for config in configs for cls in _added_by(config) for x in fields(cls)}
         self._group: Any = None
         usage = "%(prog)s [--config FILE.yaml] [--traceback] [ARGUMENTS]"
         launch = "Arguments of `accelerate launch`, such as `--num_processes 4`, start several processes."
@@ -104,7 +104,7 @@ class OneLineParser(TrlParser):
             keywords |= {"metavar": "CHOICE", "help": f"{keywords.get('help', '')} Choose from: {choices}."}
         elif len(flags[0]) > 35 and "action" not in keywords:
             keywords["metavar"] = "VALUE"
-        if keywords.get("dest", flags[0].lstrip("-")) not in self._added:
+        if keywords.get("dest", flags[0].lstrip("-")) not in self._added_names:
             return super().add_argument(*once, **keywords)
         if self._group is None:
             self._group = self.add_argument_group("trl_ext options")
@@ -113,8 +113,8 @@ class OneLineParser(TrlParser):
 
     def error(self, message: str) -> NoReturn:
         """Raise `CommandError` with argparse's message in one line, in place of pages of usage."""
-        for theirs, ours in _SAID.items():
-            message = re.sub(theirs, ours, message)
+        for pattern, wording in _SAID.items():
+            message = re.sub(pattern, wording, message)
         raise CommandError(f"{message.rstrip('.')}. `{self.prog} --help` lists the arguments.")
 
 
@@ -136,7 +136,7 @@ def _or_none(parse: Any) -> Any:
 
 
 def _added_by(config: type) -> list[type[AddedFields]]:
-    return [added for cls, added in ADDED_FIELDS.items() if issubclass(config, cls)]
+    return [added_fields for cls, added_fields in ADDED_FIELDS.items() if issubclass(config, cls)]
 
 
 def dataclasses_of(method: str) -> tuple[type, ...]:
@@ -165,13 +165,13 @@ def parse(parser: Any, line: Line, *, may_launch: bool, predicts: bool = False) 
         names = names_on_line if argument.prefix else names_of_parser | launch_names
         if argument.name not in names:
             remedy = _instead(argument, line, names) or f" `{line.prog} --help` lists the arguments."
-            raise CommandError(f"{argument.shown} is not an argument of `{line.prog}`.{remedy}")
+            raise CommandError(f"{argument.shown_name} is not an argument of `{line.prog}`.{remedy}")
     # `env` of a file is TRL's
     in_file = {x: line.in_file[x] for x in line.in_file if x in launch_names - names_of_parser - {"env"}}
     launch_of_file = launch_words(in_file, launcher)
     check_launch(launcher, [*launch_of_file, *launch_on_line], line)
     try:
-        *parsed, _ = parser.parse_args_and_config(line.all_words, return_remaining_strings=True)
+        *parsed_dataclasses, _ = parser.parse_args_and_config(line.all_words, return_remaining_strings=True)
     except ValueError as error:
         if "divisible" in str(error):
             # The processes that this one launches check the batch of all processes
@@ -187,7 +187,7 @@ def parse(parser: Any, line: Line, *, may_launch: bool, predicts: bool = False) 
             "`--bf16` is true, TRL's default, but there is no GPU. Pass `--use_cpu` to train in bf16 on the CPU, or "
             "`--bf16 false`."
         ) from error
-    script, training, model, mixture, *of_command = parsed
+    script, training, model, mixture, *of_command = parsed_dataclasses
     command = of_command[0] if of_command else None
     return Parsed(script, training, model, mixture, command, launch_of_file, launch_on_line)
 
@@ -204,20 +204,20 @@ def _refuse_short(line: Line, of_launch: Collection[str]) -> None:
             )
 
 
-def _instead(argument: Argument, line: Line, known: set[str]) -> str:
+def _instead(argument: Argument, line: Line, known_names: set[str]) -> str:
     """Return what replaces an argument of an older TRL, or the name that a typo was meant to be."""
     name, mark = argument.name, argument.prefix
     value = line.value(name)
-    former = former_name(name, known, "VALUE" if value in (None, "") else str(value))
-    if former is None and name.removeprefix("no_") in known and name.startswith("no_"):
+    former = former_name(name, known_names, "VALUE" if value in (None, "") else str(value))
+    if former is None and name.removeprefix("no_") in known_names and name.startswith("no_"):
         on = name.removeprefix("no_")
         return f" Write `{mark}{on}{' ' if mark else ': '}false`."
     if former is None:
-        return did_you_mean(name, known, mark)
+        return did_you_mean(name, known_names, mark)
 
     def as_given(code: re.Match[str]) -> str:
         new_name, value = code.groups()
-        if new_name not in known:
+        if new_name not in known_names:
             return code[0]
         # From Python's `a=["b", 1.0]` to `--a b 1.0` or `a: [b, 1.0]`
         value = re.sub(r'[]["=,]' if mark else '["=]', "", value or "")

@@ -27,14 +27,15 @@ def run() -> int:
     if is_shadowed_in(Path.cwd()):
         rows.append(("this folder", _SHADOWED, False))
     optional = {name: _version(name) for name in _OPTIONAL}
-    rows += [*_required(), *((name, f"{found} (optional)", True) for name, found in optional.items() if found)]
+    rows += _required()
+    rows += [(name, f"{number} (optional)", True) for name, number in optional.items() if number]
     accelerator = Accelerator()
     rows.append(("engine", f"{detect_engine(accelerator, torch.nn.Linear(1, 1))}", True))
     for device in (torch.device("cpu"), *(torch.device("cuda", x) for x in range(torch.cuda.device_count()))):
         rows += _head_on(device)
-    for name, words, fine in rows:
-        print(wrapped(words, f"{name:<15}{'ok' if fine else 'WRONG':<7}"))
-    return 0 if all(fine for _, _, fine in rows) else 1
+    for name, words, is_fine in rows:
+        print(wrapped(words, f"{name:<15}{'ok' if is_fine else 'WRONG':<7}"))
+    return 0 if all(is_fine for _, _, is_fine in rows) else 1
 
 
 _SHADOWED = (
@@ -59,17 +60,18 @@ def _required() -> list[tuple[str, str, bool]]:
     if requirements is None:
         return [("packages", "trl_ext has no metadata and no pyproject.toml. Run `pip install .`.", False)]
     rows = []
-    for one in map(Requirement, requirements):
-        if one.marker is not None and not one.marker.evaluate():
+    for requirement in map(Requirement, requirements):
+        if requirement.marker is not None and not requirement.marker.evaluate():
             continue
-        found = _version(one.name)
-        fine = found is not None and one.specifier.contains(found, prereleases=True)
-        state = "not installed" if found is None else f"found {found}"
-        tested = TESTED.get(one.name)
-        is_tested = tested is None or found is None or found in tested
-        untested = "" if is_tested else f", not tested: the tests ran with {one.name}{tested}"
-        words = f"{found}{untested}" if fine else f"{state}. Run `pip install '{one.name}{one.specifier}'`."
-        rows.append((one.name, words, fine))
+        installed_version = _version(requirement.name)
+        is_fine = installed_version is not None and requirement.specifier.contains(installed_version, prereleases=True)
+        state = "not installed" if installed_version is None else f"found {installed_version}"
+        tested_versions = TESTED.get(requirement.name)
+        is_tested = tested_versions is None or installed_version is None or installed_version in tested_versions
+        untested = "" if is_tested else f", not tested: the tests ran with {requirement.name}{tested_versions}"
+        remedy = f"Run `pip install '{requirement.name}{requirement.specifier}'`."
+        words = f"{installed_version}{untested}" if is_fine else f"{state}. {remedy}"
+        rows.append((requirement.name, words, is_fine))
     return rows
 
 
@@ -91,16 +93,16 @@ def _version(name: str) -> str | None:
 
 def _head_on(device: torch.device) -> list[tuple[str, str, bool]]:
     """Return rows for a device: its name, whether the LM head is exact on it, and which kernels the head uses."""
-    what = f"{torch.get_num_threads()} threads"
+    description = f"{torch.get_num_threads()} threads"
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
         capability = f"{properties.major}.{properties.minor}"
-        what = f"{properties.name}, {properties.total_memory / 2**30:.1f} GiB, capability {capability}"
-    rows = [(str(device), what, True)]
+        description = f"{properties.name}, {properties.total_memory / 2**30:.1f} GiB, capability {capability}"
+    rows = [(str(device), description, True)]
     reason = triton_unavailable_reason(device)
     kernels = "Triton" if reason is None else f"torch, since {reason}"
     try:
-        tried = self_test(device)
+        tested_cases = self_test(device)
     except Exception as error:  # a device may raise anything
         return [*rows, ("  head", one_line(error), False)]
-    return [*rows, ("  head", f"agrees with its definition: {', '.join(tried)}. Kernels: {kernels}.", True)]
+    return [*rows, ("  head", f"agrees with its definition: {', '.join(tested_cases)}. Kernels: {kernels}.", True)]

@@ -49,24 +49,24 @@ class EstimateArguments:
 def run(line: Line, process: Process) -> int:
     """Print the parts of the memory, the peak and the longest sequence that fits."""
     remedy = "Remove it, and pass `--engine` and `--num_devices` instead"
-    parsed = parse_for_prediction(line, EstimateArguments, remedy)
-    arguments = parsed.command
+    parsed_arguments = parse_for_prediction(line, EstimateArguments, remedy)
+    arguments = parsed_arguments.command
     if arguments.device_memory is not None:
         check_memory(arguments.device_memory)
-    estimated = run_of(
-        line.method, parsed, device=arguments.device, devices=arguments.num_devices, engine=arguments.engine
+    estimated_run = run_of(
+        line.method, parsed_arguments, device=arguments.device, devices=arguments.num_devices, engine=arguments.engine
     )
     with as_command_errors():
-        step = step_of(estimated)
-        policy = policy_of(estimated)
-    _check_host_memory(estimated.training, step.device, has_adapter=policy.has_adapter)
+        step = step_of(estimated_run)
+        policy = policy_of(estimated_run)
+    _check_host_memory(estimated_run.training, step.device, has_adapter=policy.has_adapter)
     print(_table(line.method, step, policy, memory_of_step(step)))
     limit = None if arguments.device_memory is None else int(arguments.device_memory * GIB)
     if limit is None and arguments.device == "cuda" and torch.cuda.is_available():
         limit = torch.cuda.get_device_properties(0).total_memory
     unknown = "Pass `--device_memory` in GiB: there is no GPU to read it from."
     print(wrapped(unknown if limit is None else _longest(step, policy, limit), f"{'longest':<13}"))
-    print("", *map(wrapped, _notes(estimated, policy)), sep="\n")
+    print("", *map(wrapped, _notes(estimated_run, policy)), sep="\n")
     return 0
 
 

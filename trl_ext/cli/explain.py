@@ -18,14 +18,14 @@ def run(line: Line, process: Process) -> int:
     return training.run_in_processes(line, process, _explain)
 
 
-def _explain(method: str, parsed: Parsed) -> Any:
-    arguments = parsed.training
+def _explain(method: str, parsed_arguments: Parsed) -> Any:
+    arguments = parsed_arguments.training
     # With these, TRL's `__init__` creates a repository, also one of completions
     arguments.push_to_hub = False
     arguments.log_completions = False
     with tempfile.TemporaryDirectory() as folder:
         arguments.output_dir = folder
-        trainer = training.build(method, parsed, most_rows=_ROWS)
+        trainer = training.build(method, parsed_arguments, most_rows=_ROWS)
         check_best_metric(trainer)
         plan = trainer.explain()
     if trainer.accelerator.is_main_process:

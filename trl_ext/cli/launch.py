@@ -21,16 +21,16 @@ _LEAST = {"num_processes": 1, "num_machines": 1, "machine_rank": 0, "main_proces
 
 def with_config_file(words: list[str]) -> list[str]:
     """Return words for `accelerate launch`, with a file in place of the name of a config that TRL ships."""
-    split = [word.split("=", 1) if word.startswith("--accelerate_config=") else [word] for word in words]
-    words = [part for parts in split for part in parts]
+    word_parts = [word.split("=", 1) if word.startswith("--accelerate_config=") else [word] for word in words]
+    words = [part for parts in word_parts for part in parts]
     if "--accelerate_config" in words:
         at = words.index("--accelerate_config") + 1
-        given = words[at] if at < len(words) else ""
-        known = accelerate_configs()
-        if not os.path.isfile(given) and given not in known:
-            what = f"is `{given}`, which is neither a file nor a config of TRL." if given else "has no value."
-            hint = did_you_mean(given, known)
-            raise CommandError(f"`--accelerate_config` {what}{hint} Choose from: {', '.join(known)}.")
+        config = words[at] if at < len(words) else ""
+        shipped_configs = accelerate_configs()
+        if not os.path.isfile(config) and config not in shipped_configs:
+            problem = f"is `{config}`, which is neither a file nor a config of TRL." if config else "has no value."
+            hint = did_you_mean(config, shipped_configs)
+            raise CommandError(f"`--accelerate_config` {problem}{hint} Choose from: {', '.join(shipped_configs)}.")
     return resolve_accelerate_config_argument(words)
 
 
@@ -90,13 +90,13 @@ def needs_launch(launch_arguments: list[str]) -> bool:
 def without(launch_arguments: list[str], words: list[str]) -> list[str]:
     """Return the words without the arguments for `accelerate launch`, which are among them in the same order."""
     to_skip = list(launch_arguments)
-    others = []
+    other_words = []
     for word in words:
         if to_skip and word == to_skip[0]:
             to_skip.pop(0)
         else:
-            others.append(word)
-    return others
+            other_words.append(word)
+    return other_words
 
 
 def launch(launch_arguments: list[str], arguments: list[str]) -> int:

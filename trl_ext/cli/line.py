@@ -21,7 +21,7 @@ class Need:
 
     name: str
     hint: str  # what to give
-    others: tuple[str, ...] = ()  # arguments that take its place
+    alternatives: tuple[str, ...] = ()  # arguments that take its place
 
 
 _MODEL = Need("model_name_or_path", "a folder, or a name on the Hub")
@@ -43,7 +43,7 @@ class Argument:
     """An argument that is given."""
 
     name: str
-    shown: str  # its name in errors
+    shown_name: str  # its name in errors
     prefix: str  # of its name: "--" on the line, "" in a file
 
 
@@ -121,18 +121,18 @@ def read_method(command: str, words: list[str]) -> Line:
     Raises:
         `CommandError`: none does, or a word is wrong.
     """
-    method, *others = words or [""]
+    method, *other_words = words or [""]
     if method not in METHODS:
         got = f"`{method}`" if method else "nothing"
-        known = ", ".join(f"`{x}`" for x in METHODS)
-        raise CommandError(f"`{command}` must be followed by one of {known}, got {got}.")
-    return read(method, f"trl-ext {command} {method}", others)
+        methods = ", ".join(f"`{x}`" for x in METHODS)
+        raise CommandError(f"`{command}` must be followed by one of {methods}, got {got}.")
+    return read(method, f"trl-ext {command} {method}", other_words)
 
 
 def read(method: str, prog: str, words: list[str]) -> Line:
     """Read the words after a method, and the file that `--config` names."""
-    split = [word.split("=", 1) if word.startswith("--config=") else [word] for word in words]
-    words = [_with_underscores(part) for parts in split for part in parts]
+    word_parts = [word.split("=", 1) if word.startswith("--config=") else [word] for word in words]
+    words = [_with_underscores(part) for parts in word_parts for part in parts]
     file, in_file = None, {}
     if "--config" in words:
         at = words.index("--config")
@@ -215,8 +215,8 @@ class _UniqueKeys(yaml.SafeLoader):
 
 def _set_in(file: str) -> dict[str, Any]:
     if not Path(file).is_file():
-        given = f"`{file}`, which is not a file" if file else "nothing"
-        raise CommandError(f"`--config` must be followed by a YAML file, got {given}.")
+        given_file = f"`{file}`, which is not a file" if file else "nothing"
+        raise CommandError(f"`--config` must be followed by a YAML file, got {given_file}.")
     try:
         content = _UniqueKeys(Path(file).read_text()).get_single_data()
     except _RepeatedKeyError as error:
@@ -236,17 +236,17 @@ def _set_in(file: str) -> dict[str, Any]:
     return {str(name): value for name, value in content.items()}
 
 
-def _check_names(line: Line, others: dict[str, str]) -> None:
+def _check_names(line: Line, other_names: dict[str, str]) -> None:
     for argument in line.arguments():
         name = argument.name
-        if name in others:
-            remedy = f"Write `{argument.prefix}{others[name]}`."
-            raise CommandError(f"{argument.shown} is not an argument of `{line.prog}`. {remedy}")
+        if name in other_names:
+            remedy = f"Write `{argument.prefix}{other_names[name]}`."
+            raise CommandError(f"{argument.shown_name} is not an argument of `{line.prog}`. {remedy}")
         # Also the beginning of `label_smoothing_factor`, which only SFT reads
         if name == "label_smoothing" and line.method not in ("sft", "dpo"):
             raise CommandError(
-                f"{argument.shown} is not an argument of `{line.prog}`, whose loss has no label smoothing. Leave it "
-                "out."
+                f"{argument.shown_name} is not an argument of `{line.prog}`, whose loss has no label smoothing. Leave "
+                "it out."
             )
 
 
@@ -258,8 +258,8 @@ def _check_model(line: Line) -> None:
     if os.path.isfile(name):
         raise CommandError(f"`--model_name_or_path` is `{name}`, which is a file. Pass the folder of a model.")
     if (_is_path(name) or is_folder) and base is None and not os.path.isfile(os.path.join(name, "config.json")):
-        what = "it has no `config.json` or `adapter_config.json`" if is_folder else "there is no such folder"
-        raise CommandError(f"`--model_name_or_path` is `{name}`, but {what}. Current folder: {Path.cwd()}.")
+        problem = "it has no `config.json` or `adapter_config.json`" if is_folder else "there is no such folder"
+        raise CommandError(f"`--model_name_or_path` is `{name}`, but {problem}. Current folder: {Path.cwd()}.")
     if base is not None and _is_path(base) and not os.path.isdir(base):
         raise CommandError(
             f"`--model_name_or_path` is `{name}`, an adapter of `{base}`, a folder that does not exist. Correct "
@@ -273,31 +273,31 @@ def _check_data(line: Line) -> None:
     kind = os.path.splitext(name)[1]
     if os.path.isfile(name) and kind not in DATA_FORMATS:
         of_kind = f"of the type `{kind}`" if kind else "without a type"
-        known = ", ".join(DATA_FORMATS)
+        file_types = ", ".join(DATA_FORMATS)
         raise CommandError(
-            f"`--dataset_name` is `{name}`, a file {of_kind}. Pass a folder, or a file of one of {known}."
+            f"`--dataset_name` is `{name}`, a file {of_kind}. Pass a folder, or a file of one of {file_types}."
         )
 
 
-def check_folder(argument: str, given: Any) -> None:
-    """Raise `CommandError` if the folder `given` for an argument cannot be written to. It is not created."""
-    if given is None:
+def check_folder(argument: str, folder_name: Any) -> None:
+    """Raise `CommandError` if the folder for an argument cannot be written to. It is not created."""
+    if folder_name is None:
         return
-    folder = Path(str(given)).expanduser()
+    folder = Path(str(folder_name)).expanduser()
     existing = next((x for x in (folder, *folder.parents) if x.exists()), Path("."))
-    if str(given) == "":
-        what = "is empty"
+    if str(folder_name) == "":
+        problem = "is empty"
     elif existing.is_dir():
         try:
             with tempfile.TemporaryDirectory(dir=existing):
                 return
         except OSError as error:
-            what = f"is `{given}`, but `{existing}` cannot be written to ({error.strerror})"
+            problem = f"is `{folder_name}`, but `{existing}` cannot be written to ({error.strerror})"
     elif existing == folder:
-        what = f"is `{given}`, which is a file"
+        problem = f"is `{folder_name}`, which is a file"
     else:
-        what = f"is `{given}`, but `{existing}` is a file"
-    raise CommandError(f"`--{argument}` {what}. Pass a folder that you can write to.")
+        problem = f"is `{folder_name}`, but `{existing}` is a file"
+    raise CommandError(f"`--{argument}` {problem}. Pass a folder that you can write to.")
 
 
 def _check_best_model(line: Line) -> None:
@@ -340,11 +340,11 @@ def _check_adapter(line: Line) -> None:
             continue
         if is_adapter:
             raise CommandError(
-                f"{argument.shown} is for a new adapter, but `{line.value('model_name_or_path')}` already is an "
+                f"{argument.shown_name} is for a new adapter, but `{line.value('model_name_or_path')}` already is an "
                 f"adapter. To train it, leave {typed_name} out."
             )
         raise CommandError(
-            f"{argument.shown} has no effect unless `{argument.prefix}use_peft` is true. Set it, or leave "
+            f"{argument.shown_name} has no effect unless `{argument.prefix}use_peft` is true. Set it, or leave "
             f"{typed_name} out."
         )
 
@@ -353,12 +353,12 @@ def _check_needs(line: Line, needs: tuple[Need, ...]) -> None:
     def lacks(*names: str) -> bool:
         return all(line.value(name) in (None, "") for name in names)
 
-    missing = [f"`--{need.name}` ({need.hint})" for need in needs if lacks(need.name, *need.others)]
-    if not missing:
+    missing_arguments = [f"`--{need.name}` ({need.hint})" for need in needs if lacks(need.name, *need.alternatives)]
+    if not missing_arguments:
         return
     stray = [x for x in line.words if x.endswith((".yaml", ".yml"))]
     if line.file is None and stray and lacks("config_file", "accelerate_config"):
         refuse_word(stray[0], line)
-    *first, last = missing
+    *first, last = missing_arguments
     names = f"{', '.join(first)} and {last} are" if first else f"{last} is"
     raise CommandError(f"{names} not set. Set arguments on the command line, or in a YAML file with `--config FILE`.")

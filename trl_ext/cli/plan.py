@@ -71,8 +71,8 @@ def run(line: Line, process: Process) -> int:
     processes = line.in_file.get("num_processes")
     # A file that `plan` has written may be planned again
     is_planned = processes is not None and line.in_file.get("mixed_precision") in (None, False, "no")
-    parsed = parse_for_prediction(line, PlanArguments, remedy, LAUNCH_ARGUMENTS if is_planned else ())
-    arguments = parsed.command
+    parsed_arguments = parse_for_prediction(line, PlanArguments, remedy, LAUNCH_ARGUMENTS if is_planned else ())
+    arguments = parsed_arguments.command
     if is_planned and processes != arguments.num_devices:
         raise CommandError(
             f"`num_processes` is {processes}, but `--num_devices` is {arguments.num_devices}: the batch of a step "
@@ -80,30 +80,30 @@ def run(line: Line, process: Process) -> int:
         )
     if arguments.num_devices < 1:
         raise CommandError(f"`--num_devices` must be at least 1, got {arguments.num_devices}.")
-    path = Path(arguments.plan_output or os.path.join(parsed.training.output_dir, "plan.yaml"))
+    path = Path(arguments.plan_output or os.path.join(parsed_arguments.training.output_dir, "plan.yaml"))
     if path.is_dir():
         raise CommandError(f"`--plan_output {path}` is a folder. Pass a file, such as `{path / 'plan.yaml'}`.")
     check_folder("plan_output", path.parent)
     kind = arguments.device or ("cpu" if line.is_on("use_cpu") else "cuda")
     memory = _memory_of_device(arguments, kind)
-    planned = run_of(line.method, parsed, device=kind, devices=arguments.num_devices)
+    planned_run = run_of(line.method, parsed_arguments, device=kind, devices=arguments.num_devices)
     limit = int(memory.size * (1 - MARGIN))
     with as_command_errors():
-        planner = Planner(planned, memory.device, partial(lengths_of, line.method, parsed))
-        found = planner.search(limit)
-    if not found.fits:
-        raise _nothing_fits(planner, found.misses, limit)
+        planner = Planner(planned_run, memory.device, partial(lengths_of, line.method, parsed_arguments))
+        options = planner.search(limit)
+    if not options.fits:
+        raise _nothing_fits(planner, options.misses, limit)
     print(_lengths_table(planner), _bound_line(memory), sep="\n", end="\n\n")
-    given = _given(line)
-    best = ranked(found.fits, planner.seconds_of, planner.space.given)
+    given_arguments = _given_arguments(line)
+    best = ranked(options.fits, planner.seconds_of, planner.space.given)
     for number, option in enumerate(varied(best, _SHOWN), 1):
-        _print_option(number, option, planner, given)
-    print(_unfit(planner, found, limit), end="")
+        _print_option(number, option, planner, given_arguments)
+    print(_unfit(planner, options, limit), end="")
     if planner.kept_because is not None:
         print(wrapped(f"The batch stays as given: {planner.kept_because}."))
-    chosen = _arguments_of(planner, best[0].counted.option)
-    variables = (given.get("env") or {}) | chosen.get("env", {})
-    _write(path, {**given, **chosen, "env": variables or None})
+    chosen_arguments = _arguments_of(planner, best[0].counted.option)
+    variables = (given_arguments.get("env") or {}) | chosen_arguments.get("env", {})
+    _write(path, {**given_arguments, **chosen_arguments, "env": variables or None})
     print(wrapped(_NOT_COVERED), "", f"trl-ext {line.method} --config {path}", sep="\n")
     if not arguments.apply:
         return 0
@@ -123,10 +123,12 @@ class _DeviceMemory:
 
 def _memory_of_device(arguments: PlanArguments, kind: str) -> _DeviceMemory:
     if arguments.gpu is not None and (arguments.device_memory is not None or kind == "cpu"):
-        other = f"`--device_memory {arguments.device_memory}`"
+        other_argument = f"`--device_memory {arguments.device_memory}`"
         if kind == "cpu":
-            other = "`--device cpu`" if arguments.device else "`--use_cpu`"
-        raise CommandError(f"`--gpu {arguments.gpu}` and {other} contradict each other. Remove one of the two.")
+            other_argument = "`--device cpu`" if arguments.device else "`--use_cpu`"
+        raise CommandError(
+            f"`--gpu {arguments.gpu}` and {other_argument} contradict each other. Remove one of the two."
+        )
     if arguments.device_memory is not None:
         check_memory(arguments.device_memory)
         device = CPU if kind == "cpu" else GPUS["A100-80GB"]
@@ -151,7 +153,7 @@ def _arguments_of(planner: Planner, option: Option) -> dict[str, Any]:
     }
 
 
-def _print_option(number: int, option: Ranked, planner: Planner, given: dict[str, Any]) -> None:
+def _print_option(number: int, option: Ranked, planner: Planner, given_arguments: dict[str, Any]) -> None:
     """Print what an option needs, its arguments to copy, and what else to do."""
     memory = planner.memory_of(option.counted.option)
     on_host = memory.offloaded + memory.hosted
@@ -162,7 +164,7 @@ def _print_option(number: int, option: Ranked, planner: Planner, given: dict[str
     arguments = _arguments_of(planner, option.counted.option)
     print(wrapped(f"{number}. predicted peak {peak}{host}, predicted time {option.time:.2f}"))
     print(_to_copy(_words(arguments)))
-    print(*_to_add(arguments, given), sep="\n")
+    print(*_to_add(arguments, given_arguments), sep="\n")
 
 
 def _words(arguments: dict[str, Any]) -> list[str]:
@@ -176,11 +178,15 @@ def _words(arguments: dict[str, Any]) -> list[str]:
     return words
 
 
-def _to_add(chosen: dict[str, Any], given: dict[str, Any]) -> Iterator[str]:
+def _to_add(option_arguments: dict[str, Any], given_arguments: dict[str, Any]) -> Iterator[str]:
     """Yield what to do besides copying an option: variables to set, and given arguments that contradict it."""
-    if variables := [f"`{name}={value}`" for name, value in chosen.get("env", {}).items()]:
+    if variables := [f"`{name}={value}`" for name, value in option_arguments.get("env", {}).items()]:
         yield wrapped(f"Set {' and '.join(variables)} in the environment.")
-    names = [f"`{name}`" for name, value in chosen.items() if value is None and given.get(name) not in (None, False)]
+    names = [
+        f"`{name}`"
+        for name, value in option_arguments.items()
+        if value is None and given_arguments.get(name) not in (None, False)
+    ]
     if names:
         yield wrapped(f"Leave out {' and '.join(names)}, which you gave.")
     yield ""
@@ -196,20 +202,20 @@ def _to_copy(words: list[str]) -> str:
     return " \\\n".join(f"    {x}" for x in lines)
 
 
-def _given(line: Line) -> dict[str, Any]:
+def _given_arguments(line: Line) -> dict[str, Any]:
     """Return the run's arguments in the file and on the line, without those of `plan`."""
     parser = OneLineParser((*dataclasses_of(line.method), PlanArguments), prog=line.prog)
     values = vars(argparse.ArgumentParser.parse_known_args(parser, line.words)[0])
-    given = dict(line.in_file)
+    arguments = dict(line.in_file)
     for word in line.words:
         if word.startswith("--"):
             name = word.split("=", 1)[0]
             # argparse also takes the beginning of a name
             actions = parser._option_string_actions
             action = actions.get(name) or next(x for full, x in actions.items() if full.startswith(name))
-            given[action.dest] = values[action.dest]
+            arguments[action.dest] = values[action.dest]
     chosen_by_plan = {x.name for x in fields(PlanArguments)} | LAUNCH_ARGUMENTS
-    return {name: value for name, value in given.items() if name not in chosen_by_plan}
+    return {name: value for name, value in arguments.items() if name not in chosen_by_plan}
 
 
 def _write(path: Path, arguments: dict[str, Any]) -> None:
@@ -221,8 +227,8 @@ def _write(path: Path, arguments: dict[str, Any]) -> None:
         temporary.write_text(text)
         os.replace(temporary, path)
     except OSError as error:
-        said = f"`{path}` cannot be written: {error.strerror}. Pass another file with `--plan_output`."
-        raise CommandError(said) from error
+        message = f"`{path}` cannot be written: {error.strerror}. Pass another file with `--plan_output`."
+        raise CommandError(message) from error
 
 
 def _lengths_table(planner: Planner) -> str:
@@ -267,10 +273,10 @@ def _named(planner: Planner, option: Option) -> str:
     return ", ".join(parts)
 
 
-def _unfit(planner: Planner, found: Found, limit: int) -> str:
+def _unfit(planner: Planner, counted_options: Found, limit: int) -> str:
     """Return the closest miss for each engine, checkpointing and reference, and the engines that are not covered."""
     closest: dict[tuple[str, bool, bool], Counted] = {}
-    for miss in found.misses:
+    for miss in counted_options.misses:
         kind = miss.option.setting.on_device
         closest[kind] = min(miss, closest.get(kind, miss), key=lambda x: x.peak)
     lines = [
@@ -297,7 +303,7 @@ def _nothing_fits(planner: Planner, misses: list[Counted], limit: int) -> Comman
         remedies.insert(0, "train an adapter with `--use_peft`")
     if planner.shards_on_more:
         remedies.append("pass more devices with `--num_devices`")
-    shown = f"the smallest predicted peak is {readable(least.peak)} ({_named(planner, least.option)})"
+    smallest_peak = f"the smallest predicted peak is {readable(least.peak)} ({_named(planner, least.option)})"
     advice = ", ".join(remedies[:-1]) + ", or " * (len(remedies) > 1) + remedies[-1]
     advice = advice[0].upper() + advice[1:]
-    return CommandError(f"Nothing fits into {readable(limit)} ({_PERCENT} of the memory): {shown}. {advice}.")
+    return CommandError(f"Nothing fits into {readable(limit)} ({_PERCENT} of the memory): {smallest_peak}. {advice}.")

@@ -40,24 +40,26 @@ _OFF: dict[str, Any] = {
 }
 
 
-def lengths_of(method: str, parsed: Parsed, model: str) -> tuple[Array, Array]:
+def lengths_of(method: str, parsed_arguments: Parsed, model: str) -> tuple[Array, Array]:
     """Return the tokens of each prompt, `(U,)`, and of its completions, `(U, C)`; of prompts alone, `(U, 0)`.
 
     `model` is the name of the model whose tokenizer is used.
     """
-    data, _ = data_sets(parsed.script, parsed.training, parsed.mixture, None)
+    data, _ = data_sets(parsed_arguments.script, parsed_arguments.training, parsed_arguments.mixture, None)
     if not isinstance(data, Dataset):
         raise CommandError("`--dataset_streaming` is true, but `plan` reads all lengths. Leave it out.")
-    trusts = parsed.training.trust_remote_code
-    processor = AutoProcessor.from_pretrained(model, revision=parsed.model.model_revision, trust_remote_code=trusts)
+    trusts = parsed_arguments.training.trust_remote_code
+    processor = AutoProcessor.from_pretrained(
+        model, revision=parsed_arguments.model.model_revision, trust_remote_code=trusts
+    )
     if isinstance(processor, ProcessorMixin) or {"image", "images"} & {*data.column_names}:
         raise CommandError(f"`plan` does not cover images, and `{model}` or the data set has them. Use a text model.")
     options: dict[str, Any] = {
-        "num_proc": getattr(parsed.training, "dataset_num_proc", None),
+        "num_proc": getattr(parsed_arguments.training, "dataset_num_proc", None),
         "desc": "Reading lengths",
     }
     if method in ("grpo", "rloo"):
-        keywords = parsed.training.chat_template_kwargs or {}
+        keywords = parsed_arguments.training.chat_template_kwargs or {}
         options["fn_kwargs"] = {"tokenizer": processor, "keywords": keywords}
         if "prompt" not in data.column_names:
             raise CommandError(
@@ -65,10 +67,10 @@ def lengths_of(method: str, parsed: Parsed, model: str) -> tuple[Array, Array]:
             )
         rows = data.map(_of_prompts, batched=True, remove_columns=data.column_names, **options)
         return np.array(rows["prompt"]), np.zeros((len(rows), 0), np.int64)
-    rows = _tokenized(method, parsed.training, data, processor)
+    rows = _tokenized(method, parsed_arguments.training, data, processor)
     options["fn_kwargs"] = {
-        "longest": getattr(parsed.training, "max_length", None),
-        "keeps_end": getattr(parsed.training, "truncation_mode", "") == "keep_end",
+        "longest": getattr(parsed_arguments.training, "max_length", None),
+        "keeps_end": getattr(parsed_arguments.training, "truncation_mode", "") == "keep_end",
     }
     count_tokens = _of_text if method == "sft" else _of_completions
     counts = rows.map(count_tokens, remove_columns=rows.column_names, **options)

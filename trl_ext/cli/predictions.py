@@ -29,26 +29,27 @@ def parse_for_prediction(line: Line, command_class: type, remedy: str, ignored: 
     config_on_devices = type(config_class.__name__, (config_class,), {"world_size": world_size})
     parser = OneLineParser((script_class, config_on_devices, model_class, mixture_class, command_class), prog=line.prog)
     parser.set_defaults(use_cpu=True)  # the run may be meant for another machine
-    parsed = parse(parser, line, may_launch=True, predicts=True)
-    check_arguments_of(line.method, parsed.training)
-    if not asks_for_one_process([*parsed.launch_of_file, *parsed.launch]):
-        of_file = [x for x in parsed.launch_of_file if x.startswith("--") and x.removeprefix("--") not in ignored]
-        for argument in (*of_file, *parsed.launch):
+    parsed_arguments = parse(parser, line, may_launch=True, predicts=True)
+    check_arguments_of(line.method, parsed_arguments.training)
+    if not asks_for_one_process([*parsed_arguments.launch_of_file, *parsed_arguments.launch]):
+        names = [x for x in parsed_arguments.launch_of_file if x.startswith("--")]
+        of_file = [x for x in names if x.removeprefix("--") not in ignored]
+        for argument in (*of_file, *parsed_arguments.launch):
             command = line.prog.split()[1]
             raise CommandError(f"`{argument}` is for `accelerate launch`, which `{command}` does not run. {remedy}.")
-    return parsed
+    return parsed_arguments
 
 
-def run_of(method: str, parsed: Parsed, *, device: str, devices: int, engine: str = "one_process") -> Run:
+def run_of(method: str, parsed_arguments: Parsed, *, device: str, devices: int, engine: str = "one_process") -> Run:
     """Return the run whose memory is predicted."""
     return Run(
         method=method,
-        training=parsed.training,
-        model=parsed.model,
+        training=parsed_arguments.training,
+        model=parsed_arguments.model,
         device=device,
         engine=engine,
         devices=devices,
-        prompt_length=getattr(parsed.command, "prompt_length", 0),
+        prompt_length=getattr(parsed_arguments.command, "prompt_length", 0),
     )
 
 

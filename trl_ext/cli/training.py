@@ -43,81 +43,83 @@ def rewards_of(script_args: Any) -> list[Any]:
     return [*([] if model is None else [model]), *map(_function, script_args.reward_funcs)]
 
 
-def _function(given: str) -> Any:
-    """Return the reward function `given`: `my_rewards.py:name`, `my_rewards.name`, or a name in `trl.rewards`."""
-    place, mark, name = given.rpartition(":" if ":" in given else ".")
+def _function(reward: str) -> Any:
+    """Return a function for `reward`: `my_rewards.py:name`, `my_rewards.name`, or a name in `trl.rewards`."""
+    place, mark, name = reward.rpartition(":" if ":" in reward else ".")
     file = Path(place)
     folder = os.getcwd()
     if not mark:
         if name not in REWARDS:
             raise CommandError(
-                f"`--reward_funcs` has `{given}`, which is not in `trl.rewards`.{did_you_mean(given, REWARDS)} Pass "
-                f"the file of your function, such as `my_rewards.py:{given}`, or one of {', '.join(REWARDS)}."
+                f"`--reward_funcs` has `{reward}`, which is not in "
+                f"`trl.rewards`.{did_you_mean(reward, REWARDS)} Pass the file of your function, such as "
+                f"`my_rewards.py:{reward}`, or one of {', '.join(REWARDS)}."
             )
         function = getattr(importlib.import_module("trl.rewards"), name)
         # The values of TRL's command
         soft = name == "get_soft_overlong_punishment"
         return function(max_completion_len=1280, soft_punish_cache=256) if soft else function
     if name == "py" or not name:
-        given = given.removesuffix(":")
-        raise CommandError(f"`--reward_funcs` has `{given}`, which names no function. Write `{given}:NAME`.")
+        reward = reward.removesuffix(":")
+        raise CommandError(f"`--reward_funcs` has `{reward}`, which names no function. Write `{reward}:NAME`.")
     if not place:
-        raise CommandError(f"`--reward_funcs` has `{given}`, which names no file. Write `FILE.py:{name}`.")
+        raise CommandError(f"`--reward_funcs` has `{reward}`, which names no file. Write `FILE.py:{name}`.")
     if mark == ":" and file.suffix != ".py":
-        raise CommandError(f"`--reward_funcs` has `{given}`, which names no Python file. Write `{place}.py:{name}`.")
+        raise CommandError(f"`--reward_funcs` has `{reward}`, which names no Python file. Write `{place}.py:{name}`.")
     if mark == ":" and not file.is_file():
-        raise CommandError(f"`--reward_funcs` has `{given}`, but there is no such file. Current folder: {folder}.")
+        raise CommandError(f"`--reward_funcs` has `{reward}`, but there is no such file. Current folder: {folder}.")
     # As Python does, look for modules in the folder of the file, or in the current one
     sys.path.insert(0, str(file.parent.resolve()) if mark == ":" else folder)
     try:
-        module = _module_of(file) if mark == ":" else _imported(place, given)
+        module = _module_of(file) if mark == ":" else _imported(place, reward)
     except CommandError:
         raise
     except Exception as error:  # the user's code may raise anything
         why = one_line(error).rstrip(".")
-        raise CommandError(f"`--reward_funcs` has `{given}`, but `{place}` cannot be imported: {why}.") from error
+        raise CommandError(f"`--reward_funcs` has `{reward}`, but `{place}` cannot be imported: {why}.") from error
     if not callable(getattr(module, name, None)):
         close = did_you_mean(name, [x for x, value in vars(module).items() if callable(value)])
-        raise CommandError(f"`--reward_funcs` has `{given}`, but `{place}` has no function `{name}`.{close}")
+        raise CommandError(f"`--reward_funcs` has `{reward}`, but `{place}` has no function `{name}`.{close}")
     return getattr(module, name)
 
 
 def _module_of(file: Path) -> Any:
     unique = f"reward_functions_{file.stem}"  # not the name of an installed module
-    loaded = sys.modules.get(unique)
-    if loaded is not None and loaded.__file__ == str(file.resolve()):
-        return loaded
+    loaded_module = sys.modules.get(unique)
+    if loaded_module is not None and loaded_module.__file__ == str(file.resolve()):
+        return loaded_module
     spec: Any = importlib.util.spec_from_file_location(unique, file.resolve())
     module = sys.modules[unique] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
 
 
-def _imported(name: str, given: str) -> Any:
+def _imported(name: str, reward: str) -> Any:
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):
             raise  # the module exists, and imports another that does not
         raise CommandError(
-            f"`--reward_funcs` has `{given}`, but there is no module `{name}` in {os.getcwd()} or among the installed "
-            "packages. Pass its file, such as `path/to/my_rewards.py:brevity`."
+            f"`--reward_funcs` has `{reward}`, but there is no module `{name}` in {os.getcwd()} or among the "
+            "installed packages. Pass its file, such as `path/to/my_rewards.py:brevity`."
         ) from error
 
 
-def build(method: str, parsed: Parsed, *, most_rows: int | None = None) -> Any:
+def build(method: str, parsed_arguments: Parsed, *, most_rows: int | None = None) -> Any:
     """Return the trainer, ready to train, with at most the first `most_rows` of each data set."""
-    script, training = parsed.script, parsed.training
+    script = parsed_arguments.script
+    training = parsed_arguments.training
     rewards = {"reward_funcs": rewards_of(script)} if method in ("grpo", "rloo") else {}
-    train, evaluation = data_sets(script, training, parsed.mixture, most_rows)
-    model, quantization_config = _model(training, parsed.model)
+    train, evaluation = data_sets(script, training, parsed_arguments.mixture, most_rows)
+    model, quantization_config = _model(training, parsed_arguments.model)
     trainer = TRAINERS[method](
         model=model,
         args=training,
         train_dataset=train,
         eval_dataset=evaluation,
         quantization_config=quantization_config,
-        peft_config=get_peft_config(parsed.model),
+        peft_config=get_peft_config(parsed_arguments.model),
         **rewards,
     )
     if script.ignore_bias_buffers:
@@ -188,19 +190,21 @@ def _loaded(script: Any) -> Any:
     except Exception as error:
         why = one_line(error).rstrip(".")
         if "BuilderConfig" in why or "Config name" in why:
-            given = f", got {script.dataset_config}" if script.dataset_config else ""
-            raise CommandError(f"`--dataset_config` must be one of `--dataset_name {name}`{given}: {why}.") from error
+            given_config = f", got {script.dataset_config}" if script.dataset_config else ""
+            raise CommandError(
+                f"`--dataset_config` must be one of `--dataset_name {name}`{given_config}: {why}."
+            ) from error
         if exists and getattr(error, "errno", None) is not None:  # such as a cache that cannot be written to
             raise CommandError(f"`--dataset_name {name}` cannot be read: {why}.") from error
         if exists:
-            known = ", ".join(DATA_FORMATS)
-            what = f"no rows that {file_format} can read"
+            file_types = ", ".join(DATA_FORMATS)
+            problem = f"no rows that {file_format} can read"
             if os.path.isdir(name):
-                what = f"no file that can be read ({known})"
-            raise CommandError(f"`--dataset_name {name}` has {what}: {why}.") from error
+                problem = f"no file that can be read ({file_types})"
+            raise CommandError(f"`--dataset_name {name}` has {problem}: {why}.") from error
         why = "" if file_format else f" ({why})"
-    what = "file" if file_format else f"folder, and no data set of this name can be loaded from the Hub{why}"
-    raise CommandError(f"`--dataset_name` is `{name}`, but there is no such {what}. Current folder: {os.getcwd()}.")
+    problem = "file" if file_format else f"folder, and no data set of this name can be loaded from the Hub{why}"
+    raise CommandError(f"`--dataset_name` is `{name}`, but there is no such {problem}. Current folder: {os.getcwd()}.")
 
 
 def run(line: Line, process: Process) -> int:
@@ -215,20 +219,23 @@ def run_in_processes(line: Line, process: Process, action: Callable[[str, Parsed
     if process.may_launch and str(line.value("num_processes")) == "1":
         # Before CUDA starts: Hugging Face's Trainer would use all GPUs that one process sees
         os.environ["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
-    parsed = parse(OneLineParser(dataclasses_of(line.method), prog=line.prog), line, may_launch=process.may_launch)
-    launch_arguments = [*parsed.launch_of_file, *parsed.launch]
+    parsed_arguments = parse(
+        OneLineParser(dataclasses_of(line.method), prog=line.prog), line, may_launch=process.may_launch
+    )
+    launch_arguments = [*parsed_arguments.launch_of_file, *parsed_arguments.launch]
     # Libraries read the environment when they are imported, so variables that a file sets need a new process
     if process.may_launch and (needs_launch(launch_arguments) or sets_variables):
-        words = [*line.prog.split()[1:], *without(parsed.launch, line.all_words)]
+        words = [*line.prog.split()[1:], *without(parsed_arguments.launch, line.all_words)]
         if process.shows_traceback:
             words.append("--traceback")
         return launch(launch_arguments, words)
-    _check_packages(parsed.training)
-    resumed = parsed.training.resume_from_checkpoint
-    if resumed not in (None, True, False, "auto", "true", "false", "True", "False") and not os.path.isdir(resumed):
-        known = f"Pass a checkpoint, or `auto` for the last one in `--output_dir`. Current folder: {os.getcwd()}."
-        raise CommandError(f"`--resume_from_checkpoint` is `{resumed}`, but there is no such folder. {known}")
-    trainer = action(line.method, parsed)
+    _check_packages(parsed_arguments.training)
+    checkpoint = parsed_arguments.training.resume_from_checkpoint
+    is_switch = checkpoint in (None, True, False, "auto", "true", "false", "True", "False")
+    if not is_switch and not os.path.isdir(checkpoint):
+        remedy = f"Pass a checkpoint, or `auto` for the last one in `--output_dir`. Current folder: {os.getcwd()}."
+        raise CommandError(f"`--resume_from_checkpoint` is `{checkpoint}`, but there is no such folder. {remedy}")
+    trainer = action(line.method, parsed_arguments)
     if hasattr(trainer, "end"):  # transformers 5.18 and later: closes the trackers and the process group
         trainer.end()
     return 0
@@ -240,11 +247,11 @@ _PACKAGES = {"azure_ml": "azureml-core", "comet_ml": "comet-ml"}
 
 def _check_packages(training: Any) -> None:
     """Raise `CommandError` for an optional package that is not installed."""
-    known = [*INTEGRATION_TO_CALLBACK]
+    integrations = [*INTEGRATION_TO_CALLBACK]
     installed = get_available_reporting_integrations()
     for name in training.report_to:
-        if name not in known:
-            choices = ", ".join(map(repr, ["all", "none", *known]))
+        if name not in integrations:
+            choices = ", ".join(map(repr, ["all", "none", *integrations]))
             raise CommandError(f"Unknown `--report_to` {name!r}. Choose from: {choices}.")
         if name not in (*installed, "flyte", "kubeflow"):  # transformers does not list these two
             package = _PACKAGES.get(name, name)
@@ -264,9 +271,9 @@ def _check_packages(training: Any) -> None:
         )
 
 
-def _train(method: str, parsed: Parsed) -> Any:
-    trainer = build(method, parsed)
-    training = parsed.training
+def _train(method: str, parsed_arguments: Parsed) -> Any:
+    trainer = build(method, parsed_arguments)
+    training = parsed_arguments.training
     try:
         trainer.train(resume_from_checkpoint=training.resume_from_checkpoint)
     except Exception as error:
@@ -279,5 +286,5 @@ def _train(method: str, parsed: Parsed) -> Any:
     trainer.save_model(training.output_dir)
     trainer.accelerator.print(f"Model saved to {training.output_dir}.")
     if training.push_to_hub:
-        trainer.push_to_hub(dataset_name=parsed.script.dataset_name)
+        trainer.push_to_hub(dataset_name=parsed_arguments.script.dataset_name)
     return trainer
