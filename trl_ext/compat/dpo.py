@@ -132,9 +132,6 @@ def loss_of_scores(
         members["_metrics"] = dict.fromkeys(trainer._metrics, rank_metrics)
         members["_total_train_tokens"] = 0
         members["accelerator"] = _AsIfAlone(trainer.accelerator)
-    for name in members:
-        # Set in vain, a name that TRL no longer has would train with another loss
-        getattr(trainer, name)
     return replaced(trainer, **members)
 
 

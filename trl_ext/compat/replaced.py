@@ -17,7 +17,13 @@ _ABSENT = object()
 
 @contextmanager
 def replaced(owner: Any, **values: Any) -> Iterator[None]:
-    """Set attributes of `owner` (a module, a trainer, a config) in the `with` block, and restore them afterwards."""
+    """Set attributes of `owner` (a module, a trainer, a config) in the `with` block, and restore them afterwards.
+
+    Raises:
+        `AttributeError`: `owner` has no such attribute. What is set in vain would train in another way, silently.
+    """
+    for name in values:
+        getattr(owner, name)
     before = {name: vars(owner).get(name, _ABSENT) for name in values}
     for name, value in values.items():
         setattr(owner, name, value)
