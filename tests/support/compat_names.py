@@ -26,10 +26,10 @@ import transformers
 import trl
 
 import trl_ext
-from trl_ext.compat.choices import REPLACEABLE
 from trl_ext.compat.moved import NAMES, owner_at, parameters_of, words_of
+from trl_ext.compat.overrides import REPLACEABLE
 from trl_ext.compat.replaced import REPLACED
-from trl_ext.compat.sampled import PASS
+from trl_ext.compat.sampled import LIVE_ARGUMENTS, PASS
 
 PACKAGE = Path(trl_ext.__file__).parent
 WITH_CLASSES = ("trl", "transformers")  # our classes inherit from theirs
@@ -139,8 +139,10 @@ def used(classes: Iterable[type] = ()) -> tuple[Names, list[str]]:
             override = _override(cls, name)
             counts = name.startswith("_") or is_super if override is None else not _takes_anything(override)
             add_of_class(_their_class(cls), name, counts, is_needed)
-    for name in sorted({name for methods in REPLACEABLE.values() for name in methods}):
+    for name in sorted({PASS, *(name for methods in REPLACEABLE.values() for name in methods)}):
         add_of_class(trl.GRPOTrainer, name, name == PASS)
+    for name in LIVE_ARGUMENTS:
+        add_of_class(trl.GRPOTrainer, name, False)
     for trainer, entries in BATCH_ENTRIES.items():
         for entry in entries:
             add(trainer, f'"{entry}"', False)

@@ -1,4 +1,4 @@
-"""Values that TRL's arguments accept, methods that users may override, and the output of TRL's fused head."""
+"""Values that TRL's arguments accept, names of its metrics, and the output of its fused head."""
 
 import inspect
 import re
@@ -68,19 +68,6 @@ ADVANTAGE_CHOICES = {
 # Reward functions also get the columns of the dataset, and `environments` if there are any
 REWARD_KEYWORDS = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
 REWARD_COLUMNS_LEFT_OUT = ("prompt", "completion", "completion_ids")
-
-# Part of a trainer -> the methods that a subclass can override to replace it
-REPLACEABLE = {
-    "loss": ("_compute_loss", "compute_loss"),
-    "rollouts": ("_generate",),
-    "generation": ("_generate", "_generate_single_turn"),
-    "rendering": ("_tokenize_prompts",),
-    "rewards": ("_calculate_rewards", "_generate_and_score_completions"),
-    "batches": ("_generate_and_score_completions",),
-    "pass": ("_get_per_token_logps_and_entropies",),
-    "sampler": ("_get_train_sampler", "get_train_dataloader"),
-}
-
 
 # Trainer of TRL -> metrics that its evaluations may log, without `eval_`. GRPO and RLOO also log those of each reward
 _OF_GROUPS = (

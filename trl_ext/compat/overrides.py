@@ -22,6 +22,17 @@ PASS = "_get_per_token_logps_and_entropies"
 # Methods that read what TRL's loss has computed for each row and token of a batch
 LOSS = ("_compute_loss", "get_off_policy_mask", "get_gamma_weights", "get_high_entropy_mask")
 
+# Part of a trainer -> the methods that a subclass can override to replace it
+REPLACEABLE = {
+    "loss": ("_compute_loss", "compute_loss"),
+    "rollouts": ("_generate",),
+    "generation": ("_generate", "_generate_single_turn"),
+    "rendering": ("_tokenize_prompts",),
+    "rewards": ("_calculate_rewards", "_generate_and_score_completions"),
+    "batches": ("_generate_and_score_completions",),
+    "sampler": ("_get_train_sampler", "get_train_dataloader"),
+}
+
 
 def overrides(trainer: Any, *methods: str) -> str | None:
     """Return the first of `methods` for which code of the user runs; `None` if there is none."""

@@ -1,61 +1,46 @@
 """Methods of TRL's trainers that earlier versions called and this one does not, each with what to override now."""
 
-_LOSS = "Override `_compute_loss`"
-_PASS = "Override `_get_per_token_logps_and_entropies`"
-_ROWS = "Override `_prepare_dataset`"
-_MODEL = "Prepare the model before you pass it"
-_METRICS = "Append to `self._metrics[mode][name]`, a list of values to average"
-_REFERENCE = "Pass another `ref_model`"
-_WEIGHTS = "Override `vllm_generation.sync_weights`"
-
-_OF_PAIRS = {
-    **dict.fromkeys(("get_batch_loss_metrics", "concatenated_forward", "_compute_loss_liger"), _LOSS),
-    **dict.fromkeys(("get_batch_logps", "_get_batch_logps"), _LOSS),
-    **dict.fromkeys(("tokenize_row", "process_row", "build_tokenized_answer", "_tokenize"), _ROWS),
-    **dict.fromkeys(("compute_reference_log_probs", "null_ref_context"), _REFERENCE),
-    **dict.fromkeys(
-        ("_prepare_deepspeed", "_prepare_peft_model", "_prepare_gradient_checkpointing", "_create_model_from_path"),
-        _MODEL,
-    ),
-    "store_metrics": _METRICS,
-    "generate_from_model_and_ref": "Add `trl.LogCompletionsCallback`",
+# What to do instead -> trainers -> methods. No class of TRL or transformers has such a method today
+_REMOVED = {
+    "Override `_compute_loss`": {
+        "DPO KTO": "get_batch_loss_metrics concatenated_forward _compute_loss_liger get_batch_logps _get_batch_logps",
+        "DPO": "dpo_loss concatenated_inputs",
+        "KTO": "kto_loss bco_loss forward",
+        "GRPO": "compute_liger_loss",
+    },
+    "Override `_get_per_token_logps_and_entropies`": {
+        "GRPO RLOO": "_get_per_token_logps _get_last_hidden_state",
+    },
+    "Override `_prepare_dataset`": {
+        "SFT DPO KTO": "_tokenize",
+        "SFT": "_prepare_non_packed_dataloader _prepare_packed_dataloader",
+        "DPO KTO": "tokenize_row process_row build_tokenized_answer",
+    },
+    "Prepare the model before you pass it": {
+        "SFT DPO KTO": "_create_model_from_path _prepare_peft_model",
+        "SFT": "_prepare_model_for_kbit_training",
+        "SFT GRPO": "_enable_gradient_checkpointing",
+        "DPO KTO": "_prepare_deepspeed _prepare_gradient_checkpointing",
+    },
+    "Pass another `ref_model`": {"DPO KTO": "compute_reference_log_probs null_ref_context"},
+    "Pass another `data_collator`": {"DPO": "_truncate_inputs"},
+    "Append to `self._metrics[mode][name]`, a list of values to average": {"DPO KTO": "store_metrics"},
+    "Add `trl.LogCompletionsCallback`": {"DPO KTO": "generate_from_model_and_ref", "RLOO": "generate_completions"},
+    "Override `vllm_generation.sync_weights`": {
+        "GRPO RLOO": "_move_model_to_vllm _fix_param_name_to_vllm _sync_fsdp_params_to_vllm _sync_fsdp1_params_to_vllm "
+        "_sync_fsdp2_params_to_vllm",
+    },
+    "Set `neftune_noise_alpha`": {"SFT": "_trl_activate_neftune"},
 }
-_OF_VLLM = dict.fromkeys(
-    (
-        *("_move_model_to_vllm", "_fix_param_name_to_vllm", "_sync_fsdp_params_to_vllm"),
-        *("_sync_fsdp1_params_to_vllm", "_sync_fsdp2_params_to_vllm"),
-    ),
-    _WEIGHTS,
-)
 
-# Trainer's name -> method -> what to do instead. No class of TRL or transformers has such a method today
+# Trainer's name -> method -> what to do instead
 REMOVED_METHODS: dict[str, dict[str, str]] = {
-    "SFTTrainer": {
-        **dict.fromkeys(("_prepare_non_packed_dataloader", "_prepare_packed_dataloader", "_tokenize"), _ROWS),
-        **dict.fromkeys(
-            (
-                *("_create_model_from_path", "_enable_gradient_checkpointing", "_prepare_peft_model"),
-                "_prepare_model_for_kbit_training",
-            ),
-            _MODEL,
-        ),
-        "_trl_activate_neftune": "Set `neftune_noise_alpha`",
-    },
-    "DPOTrainer": {
-        **_OF_PAIRS,
-        **dict.fromkeys(("dpo_loss", "concatenated_inputs"), _LOSS),
-        "_truncate_inputs": "Pass another `data_collator`",
-    },
-    "KTOTrainer": {**_OF_PAIRS, **dict.fromkeys(("kto_loss", "bco_loss", "forward"), _LOSS)},
-    "GRPOTrainer": {
-        **_OF_VLLM,
-        **dict.fromkeys(("_get_per_token_logps", "_get_last_hidden_state"), _PASS),
-        "compute_liger_loss": _LOSS,
-        "_enable_gradient_checkpointing": _MODEL,
-    },
-    "RLOOTrainer": {
-        **_OF_VLLM,
-        **dict.fromkeys(("_get_per_token_logps", "_get_last_hidden_state"), _PASS),
-        "generate_completions": "Add `trl.LogCompletionsCallback`",
-    },
+    f"{trainer}Trainer": {
+        method: remedy
+        for remedy, methods_of in _REMOVED.items()
+        for trainers, methods in methods_of.items()
+        if trainer in trainers.split()
+        for method in methods.split()
+    }
+    for trainer in ("SFT", "DPO", "KTO", "GRPO", "RLOO")
 }

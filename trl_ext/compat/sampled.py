@@ -88,6 +88,18 @@ def checked_rollout(rollout_func: Callable[..., Any]) -> Callable[..., Any]:
     return call_and_check
 
 
+# Arguments that TRL's loss and advantages read from the trainer, where a user may change them
+LIVE_ARGUMENTS = {
+    "beta",
+    "importance_sampling_level",
+    "loss_type",
+    "multi_objective_aggregation",
+    "num_generations",
+    "num_iterations",
+    "scale_rewards",
+    "top_entropy_quantile",
+}
+
 _MERGED = "merged_micro_batches"  # the key of a batch that says how many of TRL's micro-batches it holds
 _IMAGE_KEYS = (
     "pixel_values",

@@ -30,8 +30,7 @@ from ..checks.arguments import (
 from ..checks.best_metric import check_best_metric, check_given_metrics, has_no_value
 from ..checks.overrides import check_overrides
 from ..compat import check_deepspeed
-from ..compat.choices import REPLACEABLE
-from ..compat.overrides import LOSS, PASS, STEP, overrides, overrides_below, replaces_backward
+from ..compat.overrides import LOSS, PASS, REPLACEABLE, STEP, overrides, overrides_below, replaces_backward
 from ..compat.replaced import built_with, next_of, replaced, unrecorded_pass
 from ..config import AddedFields, AddedReferenceFields
 from ..distributed.detect import detect_engine, engine_mismatch, requested_engine

@@ -8,18 +8,6 @@ from ..compat.readers import batch_reader
 from ..packing.support import positions_by_length, trains_expert_modules
 from ..planning.sampled import SampledFacts
 
-# Arguments that TRL's loss and advantages read from the trainer, where a user may change them
-_LIVE = {
-    "beta",
-    "importance_sampling_level",
-    "loss_type",
-    "multi_objective_aggregation",
-    "num_generations",
-    "num_iterations",
-    "scale_rewards",
-    "top_entropy_quantile",
-}
-
 
 def facts_of(trainer: Any, kind: type[SampledFacts], **circumstances: Any) -> Any:
     """Return the facts of a plan, the same on all ranks.
@@ -28,7 +16,8 @@ def facts_of(trainer: Any, kind: type[SampledFacts], **circumstances: Any) -> An
         trainer (`GRPOTrainer` or `RLOOTrainer`): whose plan is made.
         circumstances (`Any`): fields that only this `kind` has, and no argument.
     """
-    live = {field.name: getattr(trainer, field.name) for field in fields(kind) if field.name in _LIVE}
+    names = {field.name for field in fields(kind)} & internals.LIVE_ARGUMENTS
+    live = {name: getattr(trainer, name) for name in names}
     options = trainer._added_fields.of(trainer.args)
     facts = kind.of(trainer.args, options, **live, **_circumstances_of(trainer), **circumstances)
     return trainer._for_all_ranks(facts)
