@@ -89,12 +89,12 @@ def space_of(method: str, lengths: Lengths) -> Space:
     given = Option(setting=settings[0], batch=8, accumulation=2)
     given = replace(given, generation=2) if method == "grpo" else given
     return Space(
-        given=given,
+        given_option=given,
         lengths=lengths,
         settings=settings,
         changes_batch=method == "sft",
         changes_budget=method != "sft",
-        joined=1 if method == "sft" else 2,
+        joined_batches=1 if method == "sft" else 2,
         most_rows=1024,
     )
 

@@ -350,12 +350,12 @@ def spaces(draw: st.DrawFn) -> Space:
     changes = draw(st.sampled_from(("batch", "budget", "neither")))
     return Space(
         most_rows=1024,
-        given=given,
+        given_option=given,
         lengths=lengths,
         settings=tuple(settings),
         changes_batch=changes == "batch",
         changes_budget=changes == "budget",
-        joined=accumulation if changes == "budget" else 1,
+        joined_batches=accumulation if changes == "budget" else 1,
     )
 
 
@@ -377,7 +377,7 @@ def test_a_search_keeps_what_is_given_and_finds_the_largest_that_fits(space: Spa
     assert all(x.peak <= bound for x in fits)
     assert all(x.peak > bound for x in misses)
     counted = {x.option for x in (*fits, *misses)}
-    given_option = space.given
+    given_option = space.given_option
     fit_whole = [x[0].setting for x in ladders if peak_of(x[-1]) <= bound]
     for ladder in ladders:
         setting = ladder[0].setting
@@ -445,7 +445,7 @@ def test_of_equal_times_the_option_nearest_to_the_arguments_is_first():
     given_option = Option(setting=Setting("ddp", checkpointing=True), batch=4, accumulation=2)
     other = replace(given_option, batch=8, accumulation=1)
     best = ranked([Counted(other, 1), Counted(given_option, 2)], lambda _: 1.0, given_option)
-    assert best[0].counted.option == given_option
+    assert best[0].candidate.option == given_option
 
 
 def test_the_table_of_gpus_is_in_the_units_of_torch():

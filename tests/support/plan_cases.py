@@ -113,7 +113,7 @@ class Planned:
 
     @property
     def best(self) -> Counted:
-        return ranked(self.fits, self.planner.seconds_of, self.planner.space.given)[0].counted
+        return ranked(self.fits, self.planner.seconds_of, self.planner.space.given_option)[0].candidate
 
     @property
     def tempting(self) -> list[Counted]:

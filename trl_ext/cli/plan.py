@@ -20,7 +20,7 @@ from ..fit.coverage import ENGINES
 from ..fit.launch import LAUNCH_ARGUMENTS, launch_arguments
 from ..fit.options import Option
 from ..fit.planner import Planner
-from ..fit.search import Counted, Found, Ranked, ranked, varied
+from ..fit.search import Counted, Ranked, SearchResult, ranked, varied
 from ..fit.speed import CPU, GPUS, Device, gpu_named
 from . import CommandError, wrapped
 from .arguments import OneLineParser, dataclasses_of
@@ -90,18 +90,18 @@ def run(line: Line, process: Process) -> int:
     limit = int(memory.size * (1 - MARGIN))
     with as_command_errors():
         planner = Planner(planned_run, memory.device, partial(lengths_of, line.method, parsed_arguments))
-        options = planner.search(limit)
-    if not options.fits:
-        raise _nothing_fits(planner, options.misses, limit)
+        search_result = planner.search(limit)
+    if not search_result.fits:
+        raise _nothing_fits(planner, search_result.misses, limit)
     print(_lengths_table(planner), _bound_line(memory), sep="\n", end="\n\n")
     given_arguments = _given_arguments(line)
-    best = ranked(options.fits, planner.seconds_of, planner.space.given)
+    best = ranked(search_result.fits, planner.seconds_of, planner.space.given_option)
     for number, option in enumerate(varied(best, _SHOWN), 1):
         _print_option(number, option, planner, given_arguments)
-    print(_unfit(planner, options, limit), end="")
+    print(_unfit(planner, search_result, limit), end="")
     if planner.kept_because is not None:
         print(wrapped(f"The batch stays as given: {planner.kept_because}."))
-    chosen_arguments = _arguments_of(planner, best[0].counted.option)
+    chosen_arguments = _arguments_of(planner, best[0].candidate.option)
     variables = (given_arguments.get("env") or {}) | chosen_arguments.get("env", {})
     _write(path, {**given_arguments, **chosen_arguments, "env": variables or None})
     print(wrapped(_NOT_COVERED), "", f"trl-ext {line.method} --config {path}", sep="\n")
@@ -155,13 +155,13 @@ def _arguments_of(planner: Planner, option: Option) -> dict[str, Any]:
 
 def _print_option(number: int, option: Ranked, planner: Planner, given_arguments: dict[str, Any]) -> None:
     """Print what an option needs, its arguments to copy, and what else to do."""
-    memory = planner.memory_of(option.counted.option)
+    memory = planner.memory_of(option.candidate.option)
     on_host = memory.offloaded + memory.hosted
     host = ""
     if on_host:
         host = f" and {readable(on_host)} of host memory" + " in each process" * (planner.run.devices > 1)
-    peak = readable(option.counted.peak)
-    arguments = _arguments_of(planner, option.counted.option)
+    peak = readable(option.candidate.peak)
+    arguments = _arguments_of(planner, option.candidate.option)
     print(wrapped(f"{number}. predicted peak {peak}{host}, predicted time {option.time:.2f}"))
     print(_to_copy(_words(arguments)))
     print(*_to_add(arguments, given_arguments), sep="\n")
@@ -273,10 +273,10 @@ def _named(planner: Planner, option: Option) -> str:
     return ", ".join(parts)
 
 
-def _unfit(planner: Planner, counted_options: Found, limit: int) -> str:
+def _unfit(planner: Planner, search_result: SearchResult, limit: int) -> str:
     """Return the closest miss for each engine, checkpointing and reference, and the engines that are not covered."""
     closest: dict[tuple[str, bool, bool], Counted] = {}
-    for miss in counted_options.misses:
+    for miss in search_result.misses:
         kind = miss.option.setting.on_device
         closest[kind] = min(miss, closest.get(kind, miss), key=lambda x: x.peak)
     lines = [

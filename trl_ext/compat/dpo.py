@@ -219,8 +219,8 @@ def select_scores(scores: FusedCausalLMOutput, rows: Tensor) -> FusedCausalLMOut
 def join_scores(parts: list[dict[str, Any]], order: Tensor) -> FusedCausalLMOutput:
     """Return the scores of several forwards as one, with their rows in `order`."""
     last = parts[-1]
-    joined = {name: torch.cat([part[name] for part in parts])[order] for name, x in last.items() if x.dim() > 1}
-    return FusedCausalLMOutput(**{**last, **joined})
+    joined_scores = {name: torch.cat([part[name] for part in parts])[order] for name, x in last.items() if x.dim() > 1}
+    return FusedCausalLMOutput(**{**last, **joined_scores})
 
 
 def pad_token_id(trainer: DPOInternals) -> int:

@@ -29,29 +29,29 @@ NAMES: dict[str, dict[str, list[str]]] = json.loads(Path(__file__).with_name("na
 _ABSENT = object()
 
 
-def check_untested(found: Mapping[str, str], tested: Mapping[str, SpecifierSet]) -> None:
-    """Warn on the first rank that the `found` version of a package is not among the `tested` ones.
+def check_untested(found_versions: Mapping[str, str], tested: Mapping[str, SpecifierSet]) -> None:
+    """Warn on the first rank that the version of a package in `found_versions` is not among the `tested` ones.
 
     Raises:
         `ImportError`: names are gone or take other parameters; the message lists them.
     """
-    untested = [name for name in found if found[name] not in tested[name]]
+    untested = [name for name in found_versions if found_versions[name] not in tested[name]]
     if not untested:
         return
-    lines = _moved_since_last_check(found)
-    versions = " and ".join(f"{name} {found[name]}" for name in untested)
+    lines = _moved_since_last_check(found_versions)
+    versions = " and ".join(f"{name} {found_versions[name]}" for name in untested)
     # TRL and transformers are named always, because it is their releases that fit each other
-    named = [name for name in tested if name in ("trl", "transformers", *untested)]
-    known = " and ".join(f"{name}{tested[name]}" for name in named)
+    package_names = [name for name in tested if name in ("trl", "transformers", *untested)]
+    tested_versions = " and ".join(f"{name}{tested[name]}" for name in package_names)
     if lines:
         raise ImportError(
             f"trl_ext {__version__} does not work with {versions}, because internals that it uses have changed. "
-            f"Install {known}, or a later trl_ext. Changed:\n" + "\n".join(f"- {line}" for line in lines)
+            f"Install {tested_versions}, or a later trl_ext. Changed:\n" + "\n".join(f"- {line}" for line in lines)
         )
     if os.environ.get("RANK", "0") == "0":
         warnings.warn(
-            f"trl_ext {__version__} is not tested with {versions}; it is tested with {known}. All internals that it "
-            "uses still exist, but their behavior may have changed. Check for a later trl_ext.",
+            f"trl_ext {__version__} is not tested with {versions}; it is tested with {tested_versions}. All internals "
+            "that it uses still exist, but their behavior may have changed. Check for a later trl_ext.",
             stacklevel=2,
         )
 
@@ -124,14 +124,14 @@ def _moved(place: str, names: Mapping[str, list[str]]) -> list[str]:
     return lines
 
 
-def _moved_since_last_check(found: Mapping[str, str]) -> list[str]:
+def _moved_since_last_check(found_versions: Mapping[str, str]) -> list[str]:
     """Return `moved(found)`, or nothing if a file in the user's cache folder records that nothing had moved."""
     folder = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "trl_ext"
-    path = folder / f"unmoved-{_fingerprint(found)}"
+    path = folder / f"unmoved-{_fingerprint(found_versions)}"
     with suppress(OSError):
         if path.exists():
             return []
-    lines = moved(found)
+    lines = moved(found_versions)
     if not lines:
         with suppress(OSError):  # on an error, the next import checks again
             folder.mkdir(parents=True, exist_ok=True)
@@ -139,9 +139,9 @@ def _moved_since_last_check(found: Mapping[str, str]) -> list[str]:
     return lines
 
 
-def _fingerprint(found: Mapping[str, str]) -> str:
+def _fingerprint(found_versions: Mapping[str, str]) -> str:
     """Return a hash of the versions, of TRL's and transformers' file sizes and times, and of the list of names."""
-    facts: list[Any] = [dict(found), NAMES]
+    facts: list[Any] = [dict(found_versions), NAMES]
     for package, pattern in (("trl", "**/*.py"), ("transformers", "*.py")):
         spec = find_spec(package)
         for folder in (spec and spec.submodule_search_locations) or ():

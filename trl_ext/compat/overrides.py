@@ -58,19 +58,19 @@ def _ours(trainer: Any) -> type:
 
 def _is_overridden(trainer: Any, method: str, classes: tuple[type, ...]) -> bool:
     # Any other class overrides, even one of TRL's that stands between ours and TRL's trainer
-    known = {*_ours(trainer).__mro__}
-    return any(method in vars(cls) and (cls not in known or _is_users(vars(cls)[method])) for cls in classes)
+    known_classes = {*_ours(trainer).__mro__}
+    return any(method in vars(cls) and (cls not in known_classes or _is_users(vars(cls)[method])) for cls in classes)
 
 
 def _is_users(method: Any) -> bool:
     return any(package_of(x) not in LIBRARIES for x in _functions(method, set()))
 
 
-def _functions(value: Any, seen: set[int]) -> Iterator[types.FunctionType]:
+def _functions(value: Any, seen_ids: set[int]) -> Iterator[types.FunctionType]:
     """Yield the functions that a call of `value` runs, with those that decorators have wrapped."""
-    if value is None or isinstance(value, type) or id(value) in seen:
+    if value is None or isinstance(value, type) or id(value) in seen_ids:
         return
-    seen.add(id(value))
+    seen_ids.add(id(value))
     wrapped: list[Any]
     if isinstance(value, types.FunctionType):
         yield value
@@ -81,4 +81,4 @@ def _functions(value: Any, seen: set[int]) -> Iterator[types.FunctionType]:
         if not any(wrapped) and callable(value):
             wrapped = [type(value).__call__]
     for x in wrapped:
-        yield from _functions(x, seen)
+        yield from _functions(x, seen_ids)

@@ -63,13 +63,13 @@ class _Search:
 
     def __init__(self, package: str) -> None:
         self.package = package
-        self._seen: dict[int, Any] = {}  # with the object, so that its id is not given to another
+        self._seen_values: dict[int, Any] = {}  # with the object, so that its id is not given to another
 
     def finds(self, value: Any) -> bool:
         # Plain data first: a reward function may hold much of it, and each micro-batch asks
-        if value is None or isinstance(value, str | bytes | int | float | types.ModuleType) or id(value) in self._seen:
+        if isinstance(value, None | str | bytes | int | float | types.ModuleType) or id(value) in self._seen_values:
             return False
-        self._seen[id(value)] = value
+        self._seen_values[id(value)] = value
         if isinstance(value, list | tuple | set | frozenset | dict):
             items = list(value.values() if isinstance(value, dict) else value)
             return any(self.finds(x) for x in items[:_MOST_ITEMS])
@@ -77,8 +77,8 @@ class _Search:
             if self._is_librarys(package_of(value), value.__globals__.get("__file__")):
                 return False
             words = _words(value.__code__)
-            reached = [*closure_of(value), *(value.__globals__.get(x) for x in words)]
-            return not words.isdisjoint(_SOURCES) or any(self.finds(x) for x in reached)
+            reached_values = [*closure_of(value), *(value.__globals__.get(x) for x in words)]
+            return not words.isdisjoint(_SOURCES) or any(self.finds(x) for x in reached_values)
         if isinstance(value, types.MethodType | functools.partial | staticmethod | classmethod | property):
             parts = ("__func__", "__self__", "func", "args", "keywords", "fget")
             return any(self.finds(getattr(value, x, None)) for x in parts)

@@ -70,13 +70,13 @@ def made_as_reference(trainer: ReferenceInternals, load: Callable[[], Any]) -> A
     return model
 
 
-def recorded_loads(trainer_class: type, loaded: list[tuple[Any, Callable[[], Any]]]) -> dict[str, Any]:
+def recorded_loads(trainer_class: type, loads: list[tuple[Any, Callable[[], Any]]]) -> dict[str, Any]:
     """Return replacements for names in a trainer's module, which record each model that TRL loads, with its loader."""
     original = module_of(trainer_class).create_model_from_path
 
     def create(*positional: Any, **keywords: Any) -> Any:
         model = original(*positional, **keywords)
-        loaded.append((model, lambda: original(*positional, **keywords)))
+        loads.append((model, lambda: original(*positional, **keywords)))
         return model
 
     return {"create_model_from_path": create, "hash_module": lambda _: None}

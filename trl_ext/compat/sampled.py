@@ -413,8 +413,8 @@ class Buffer:
             keys = [key for key, x in merging[0].items() if isinstance(x, torch.Tensor) and x.ndim > 0]
             all_rows = {key: torch.cat([batch[key] for batch in merging]) for key in keys}
             no_rows = {key: x.new_empty((0, *x.shape[1:])) for key, x in all_rows.items()}
-            merged = {**merging[0], **all_rows, _MERGED: micro_batches}
-            buffer[first : first + micro_batches] = [*({**merging[0], **no_rows} for _ in merging[1:]), merged]
+            merged_batch = {**merging[0], **all_rows, _MERGED: micro_batches}
+            buffer[first : first + micro_batches] = [*({**merging[0], **no_rows} for _ in merging[1:]), merged_batch]
         current: dict[str, Any] = buffer[self.trainer._step % len(buffer)]
         return current
 

@@ -61,9 +61,9 @@ def check_covered(run: Run) -> None:
             value = getattr(value, "value", value)  # of an enumeration
             if name in _WHOLE_WEIGHT_ARGUMENTS or (name == "optim" and value in OPTIMIZERS["one_process"]):
                 value = f"{value}` with `--engine {run.engine}"
-            allowed = f"one of {', '.join(_SHARDED_OPTIMIZERS)}" if name == "optim" else "its default"
+            allowed_values = f"one of {', '.join(_SHARDED_OPTIMIZERS)}" if name == "optim" else "its default"
             raise ArgumentError(
-                f"`estimate` does not cover `--{name} {value}`. Set it to {allowed} to estimate everything else."
+                f"`estimate` does not cover `--{name} {value}`. Set it to {allowed_values} to estimate everything else."
             )
     if getattr(run.training, "packing", False) and run.training.packing_strategy != "wrapped":
         raise ArgumentError(

@@ -90,13 +90,13 @@ def longest_rows(step: Step, most_tokens: int, limit: int) -> tuple[int, int]:
 
 def _check_size(rows: int, longest: int, batch_size: int) -> None:
     """Raise `ArgumentError` for a micro-batch that is too large to count: each row takes time, each token memory."""
-    what = f"`--per_device_train_batch_size {batch_size}` makes micro-batches of"
+    beginning = f"`--per_device_train_batch_size {batch_size}` makes micro-batches of"
     remedy = "Lower it, and raise `--gradient_accumulation_steps`."
     if rows > MOST_ROWS:
-        raise ArgumentError(f"{what} {rows:,} rows, but `estimate` counts at most {MOST_ROWS:,}. {remedy}")
+        raise ArgumentError(f"{beginning} {rows:,} rows, but `estimate` counts at most {MOST_ROWS:,}. {remedy}")
     tokens = rows * longest
     if tokens > _MOST_TOKENS:
-        raise ArgumentError(f"{what} {tokens:,} tokens, but `estimate` counts at most {_MOST_TOKENS:,}. {remedy}")
+        raise ArgumentError(f"{beginning} {tokens:,} tokens, but `estimate` counts at most {_MOST_TOKENS:,}. {remedy}")
 
 
 def _has_reference(run: Run) -> bool:

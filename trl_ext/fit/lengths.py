@@ -64,8 +64,8 @@ class Lengths:
         prompts = units
         # Without sharing, every copy of a prompt counts; with it, the worst has the most prompts
         if self.group > 1 and (self.kept_together or not self.shares):
-            groups, rest = divmod(units, self.group)
-            prompts = groups + (rest > 0) + (rest > 0 and groups > 0 and self.shares)
+            groups, remainder = divmod(units, self.group)
+            prompts = groups + (remainder > 0) + (remainder > 0 and groups > 0 and self.shares)
         order_U = self._longest_first[:prompts]
         rows: list[Row] = []
         for unit in range(units):

@@ -27,13 +27,13 @@ class Setting:
         """The setting without what is in host memory."""
         return self.engine, self.checkpointing, self.precompute
 
-    def only_slows(self, other: "Setting") -> bool:
-        """Return whether this is `other` with more in host memory: the same results, slower."""
-        return self.on_device == other.on_device and self.offloads >= other.offloads and self.hosts >= other.hosts
+    def only_slows(self, fast: "Setting") -> bool:
+        """Return whether this is `fast` with more in host memory: the same results, slower."""
+        return self.on_device == fast.on_device and self.offloads >= fast.offloads and self.hosts >= fast.hosts
 
-    def changes(self, given: "Setting") -> int:
-        """Return how many of the trainer's arguments differ from those `given`."""
-        return sum(x != y for x, y in zip(astuple(self)[1:], astuple(given)[1:], strict=True))
+    def changes(self, given_setting: "Setting") -> int:
+        """Return how many of the trainer's arguments differ from those of the `given_setting`."""
+        return sum(x != y for x, y in zip(astuple(self)[1:], astuple(given_setting)[1:], strict=True))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,24 +51,27 @@ class Option:
 class Space:
     """What the arguments give, and what may change without changing a result."""
 
-    given: Option
+    given_option: Option
     lengths: Lengths
     settings: tuple[Setting, ...]  # those that keep more in host memory last
     changes_batch: bool = False  # else the batch is kept
     changes_budget: bool = False  # `max_tokens_per_micro_batch` is allowed
-    joined: int = 1  # micro-batches of an optimizer step that `max_tokens_per_micro_batch` merges
+    joined_batches: int = 1  # micro-batches of an optimizer step that `max_tokens_per_micro_batch` merges
     most_rows: int  # units in a pass whose memory can be counted
 
     def ladders(self) -> Iterator[list[Option]]:
         """Yield, for each setting, the options from the smallest micro-batch up."""
         sizes = self._sizes()
+        rows = self.given_option.accumulation * self.given_option.batch
+        generation = self.given_option.generation
+        rows_of_generation = generation and generation * self.given_option.batch
         for setting in self.settings:
             yield [
                 Option(
                     setting=setting,
                     batch=batch,
-                    accumulation=self.given.accumulation * self.given.batch // batch,
-                    generation=self.given.generation and self.given.generation * self.given.batch // batch,
+                    accumulation=rows // batch,
+                    generation=rows_of_generation and rows_of_generation // batch,
                     budget=budget,
                 )
                 for batch, budget in sizes
@@ -76,10 +79,12 @@ class Space:
 
     def _sizes(self) -> list[tuple[int, int | None]]:
         """Return pairs of batch and budget, the smallest first."""
-        batch, accumulation, generation = self.given.batch, self.given.accumulation, self.given.generation
+        batch = self.given_option.batch
+        accumulation = self.given_option.accumulation
+        generation = self.given_option.generation
         if self.changes_budget:
-            merged = batch * self.joined
-            units = min(merged, self.most_rows)
+            merged_units = batch * self.joined_batches
+            units = min(merged_units, self.most_rows)
             # Budgets that the longest rows fill, so that none has room to spare: some of a group, or whole groups
             steps = {min(units, round(2 ** (i / 4))) for i in range(4 * units.bit_length() + 1)}
             lengths = self.lengths
@@ -87,7 +92,7 @@ class Space:
             counts = sorted({min(units, x if x <= group else -(-x // group) * group) for x in steps})
             budgets = sorted({lengths.tokens_of(lengths.most(count)) for count in counts})
             sizes: list[tuple[int, int | None]] = [(batch, x) for x in budgets]
-            if accumulation == 1 and units == merged:
+            if accumulation == 1 and units == merged_units:
                 # The whole step in one pass needs no budget, because it is one micro-batch
                 sizes[-1] = (batch, None)
             return sizes
@@ -99,7 +104,7 @@ class Space:
 
     def merged(self, option: Option) -> int:
         """Return the units of the micro-batches that an option runs together."""
-        return option.batch * (self.joined if option.budget is not None else 1)
+        return option.batch * (self.joined_batches if option.budget is not None else 1)
 
     def largest_rows(self, option: Option) -> tuple[Row, ...]:
         """Return the rows of the largest forward with an option."""
@@ -120,14 +125,14 @@ class Space:
         """
         lengths = self.lengths
         units = option.batch * option.accumulation
-        merged = self.merged(option)
+        merged_units = self.merged(option)
         tokens = units * float(lengths.units_U.mean())
         if lengths.group > 1 and lengths.shares and (option.batch > 1 or option.budget is not None):
-            sharing = min(lengths.group, merged)
+            sharing = min(lengths.group, merged_units)
             tokens -= units * float(lengths.prompts_U.mean()) * (1 - 1 / sharing)
         passes = option.accumulation
         if option.budget is not None:
-            passes = option.accumulation // self.joined * lengths.parts(option.budget, merged)
+            passes = option.accumulation // self.joined_batches * lengths.parts(option.budget, merged_units)
         return StepWork(
             passes=passes,
             tokens=tokens,
@@ -151,13 +156,13 @@ class Space:
         if option.generation is not None:
             arguments["steps_per_generation"] = option.generation
             arguments["generation_batch_size"] = None
-        if option.budget is not None or self.given.budget is not None:
+        if option.budget is not None or self.given_option.budget is not None:
             arguments["max_tokens_per_micro_batch"] = option.budget
         arguments["gradient_checkpointing"] = setting.checkpointing
         if setting.precompute:
             arguments["precompute_ref_log_probs"] = True
-        if setting.offloads or self.given.setting.offloads:
+        if setting.offloads or self.given_option.setting.offloads:
             arguments["activation_offloading"] = setting.offloads
-        if setting.hosts or self.given.setting.hosts:
+        if setting.hosts or self.given_option.setting.hosts:
             arguments["reference_device"] = "cpu" if setting.hosts else None
         return arguments

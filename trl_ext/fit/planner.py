@@ -19,7 +19,7 @@ from .lengths import Array, Lengths
 from .options import Option, Setting, Space
 from .policy import facts_of, policy_of
 from .run import ArgumentError, Run
-from .search import Found, search
+from .search import SearchResult, search
 from .speed import Device, Model, seconds
 from .step import Step, StepMemory, memory_of_step
 
@@ -44,7 +44,7 @@ class Planner:
 
     def __init__(self, run: Run, limits: Device, read_lengths: Callable[[str], tuple[Array, Array]]) -> None:
         _check_length_of_run(run)
-        self._given = run.training
+        self._given_training = run.training
         # The search decides what is in host memory
         self.run = run.with_training(activation_offloading=False, reference_device=None)
         self.limits = limits
@@ -106,11 +106,12 @@ class Planner:
             np.full((len(prompts_U), 1), training.max_completion_length),
             group=training.num_generations,
             shares=shares,
-            kept_together=training.steps_per_generation == 1 or (self.kept_because is None and self._joined > 1),
+            kept_together=training.steps_per_generation == 1
+            or (self.kept_because is None and self._joined_batches > 1),
         )
 
     @property
-    def _joined(self) -> int:
+    def _joined_batches(self) -> int:
         """How many micro-batches of a generation batch are certain to share an optimizer step."""
         training = self.run.training
         if self.run.method == "dpo":
@@ -159,10 +160,10 @@ class Planner:
             self.engines[0],
             checkpointing=bool(training.gradient_checkpointing),
             precompute=bool(getattr(training, "precompute_ref_log_probs", False)),
-            offloads=bool(getattr(self._given, "activation_offloading", False)),
-            hosts=getattr(self._given, "reference_device", None) is not None,
+            offloads=bool(getattr(self._given_training, "activation_offloading", False)),
+            hosts=getattr(self._given_training, "reference_device", None) is not None,
         )
-        given = Option(
+        given_option = Option(
             setting=setting,
             batch=training.per_device_train_batch_size,
             accumulation=training.gradient_accumulation_steps,
@@ -173,23 +174,23 @@ class Planner:
         rows_may_move = self.kept_because is None
         merges = method in ("dpo", "grpo")  # which have `max_tokens_per_micro_batch`
         return Space(
-            given=given,
+            given_option=given_option,
             lengths=self.lengths,
             settings=tuple(self._settings(setting)),
             changes_batch=rows_may_move and method in ("sft", "rloo"),
             changes_budget=rows_may_move and merges,
-            joined=self._joined if merges else 1,
+            joined_batches=self._joined_batches if merges else 1,
             most_rows=MOST_ROWS // (2 if method == "dpo" else 1),
         )
 
-    def _settings(self, given: Setting) -> Iterator[Setting]:
+    def _settings(self, given_setting: Setting) -> Iterator[Setting]:
         training = self.run.training
         on_gpu = self.run.device == "cuda"  # a CPU's memory is host memory
-        has_model = self._step(Setting(given.engine, given.checkpointing)).reference is not None
+        has_model = self._step(Setting(given_setting.engine, given_setting.checkpointing)).reference is not None
         reference_stays = has_model and not getattr(training, "sync_ref_model", False)
         stores = self.run.method in ("dpo", "kto") and training.reference_store != "off"
-        precompute = [given.precompute]
-        if reference_stays and stores and not given.precompute:
+        precompute = [given_setting.precompute]
+        if reference_stays and stores and not given_setting.precompute:
             precompute.append(True)
         may_host = reference_stays and on_gpu and hasattr(training, "reference_device")
         may_offload = on_gpu and hasattr(training, "activation_offloading")
@@ -203,7 +204,7 @@ class Planner:
                     continue
                 yield Setting(engine, checkpointing, precomputes, offloads, hosts)
 
-    def search(self, limit: int) -> Found:
+    def search(self, limit: int) -> SearchResult:
         """Return the options whose predicted peak is at most `limit` bytes, and the others that were counted."""
         space = self.space
         return search(space.ladders(), lambda option: self.memory_of(option).peak, space.largest_tokens, limit)
@@ -227,9 +228,9 @@ class Planner:
     def _memory(self, option: Option) -> StepMemory:
         """Return the predicted memory of the largest micro-batch that the data allows."""
         space = self.space
-        merged = space.merged(option)
-        has_earlier = option.accumulation * option.batch > merged
-        splits = option.budget is not None and option.budget < self.lengths.tokens_of(self.lengths.most(merged))
+        merged_units = space.merged(option)
+        has_earlier = option.accumulation * option.batch > merged_units
+        splits = option.budget is not None and option.budget < self.lengths.tokens_of(self.lengths.most(merged_units))
         rows = space.largest_rows(option)
         return memory_of_step(replace(self._step(option.setting), accumulates=has_earlier or splits, lengths=rows))
 

@@ -25,10 +25,10 @@ class AllocationRecords(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.held = 0  # bytes of live storages
+        self.held_bytes = 0  # bytes of live storages
         self.peak = 0  # the most of them since the last `mark()`
-        self.host = 0  # bytes of live storages in host memory, which `held` leaves out
-        self._known: dict[int, int] = {}  # bytes of each storage
+        self.host = 0  # bytes of live storages in host memory, which `held_bytes` leaves out
+        self._storage_bytes: dict[int, int] = {}  # bytes of each storage
         self._of_host: set[int] = set()
         self._makes_on_host = False
 
@@ -37,16 +37,16 @@ class AllocationRecords(TorchDispatchMode):
         storage = here(tensor).untyped_storage()
         name = storage._cdata
         size = storage.nbytes()
-        if name in self._known or size == 0:
+        if name in self._storage_bytes or size == 0:
             return
-        self._known[name] = 0
+        self._storage_bytes[name] = 0
         if self._makes_on_host:
             self._of_host.add(name)
         weakref.finalize(storage, self._freed, name)
         self._resized(name, size)
 
     def mark(self) -> None:
-        self.peak = self.held
+        self.peak = self.held_bytes
 
     @contextmanager
     def on_host(self) -> Iterator[None]:
@@ -59,17 +59,17 @@ class AllocationRecords(TorchDispatchMode):
             self._makes_on_host = before
 
     def _resized(self, name: int, size: int) -> None:
-        more = size - self._known[name]
-        self._known[name] = size
+        more = size - self._storage_bytes[name]
+        self._storage_bytes[name] = size
         if name in self._of_host:
             self.host += more
         else:
-            self.held += more
-            self.peak = max(self.peak, self.held)
+            self.held_bytes += more
+            self.peak = max(self.peak, self.held_bytes)
 
     def _freed(self, name: int) -> None:
         self._resized(name, 0)
-        del self._known[name]
+        del self._storage_bytes[name]
         self._of_host.discard(name)
 
     def __enter__(self) -> Any:
@@ -78,7 +78,7 @@ class AllocationRecords(TorchDispatchMode):
 
         def resized(storage: torch.UntypedStorage, size: int) -> Any:
             result = resize(storage, size)
-            if storage._cdata in self._known:
+            if storage._cdata in self._storage_bytes:
                 self._resized(storage._cdata, size)
             return result
 

@@ -20,7 +20,7 @@ class Counted:
 
 
 @dataclass(frozen=True)
-class Found:
+class SearchResult:
     """All options whose memory was counted."""
 
     fits: list[Counted]
@@ -31,7 +31,7 @@ class Found:
 class Ranked:
     """An option that fits, and its predicted time over that of the fastest."""
 
-    counted: Counted
+    candidate: Counted
     time: float
 
 
@@ -77,14 +77,14 @@ def search(
     size_of: Callable[[Option], int],
     bound: int,
     least: int = 3,
-) -> Found:
+) -> SearchResult:
     """Return the options that fit into `bound` bytes, and those that do not, of all whose memory was counted.
 
     Memory and size, in tokens of a pass, grow along a ladder. Of each ladder, the largest option that fits is among
     those counted, and the next one, too. If fewer than `least` fit, smaller ones are counted. If all of a ladder fits,
     those that only slow it down are left out.
     """
-    counted: list[Counted] = []
+    counted_options: list[Counted] = []
     smaller: list[Option] = []
     whole: list[Setting] = []
     for ladder in ladders:
@@ -93,14 +93,14 @@ def search(
         options_counted = _counted(ladder, peak_of, size_of, bound)
         if options_counted[-1].peak <= bound:
             whole.append(ladder[0].setting)
-        counted += options_counted
+        counted_options += options_counted
         smallest = next((x.option for x in options_counted if x.peak <= bound), ladder[0])
         smaller += reversed(ladder[: ladder.index(smallest)])
-    lacking = max(0, least - sum(x.peak <= bound for x in counted))
-    counted += [Counted(option, peak_of(option)) for option in smaller[:lacking]]
-    return Found(
-        fits=[x for x in counted if x.peak <= bound],
-        misses=[x for x in counted if x.peak > bound],
+    lacking = max(0, least - sum(x.peak <= bound for x in counted_options))
+    counted_options += [Counted(option, peak_of(option)) for option in smaller[:lacking]]
+    return SearchResult(
+        fits=[x for x in counted_options if x.peak <= bound],
+        misses=[x for x in counted_options if x.peak > bound],
     )
 
 
@@ -119,19 +119,19 @@ def _counted(
     return [Counted(ladder[number], peaks[number]) for number in sorted(peaks)]
 
 
-def ranked(fits: list[Counted], seconds_of: Callable[[Option], float], given: Option) -> list[Ranked]:
+def ranked(fits: list[Counted], seconds_of: Callable[[Option], float], given_option: Option) -> list[Ranked]:
     """Return the options with their times, the best first.
 
-    Of options within 1 % of each other, the one nearest to the arguments `given` comes first, then the smallest.
+    Of options within 1 % of each other, the one nearest to the `given_option` comes first, then the smallest.
     """
     times = [seconds_of(x.option) for x in fits]
     least = min(times, default=1.0)
 
     def key(best: Ranked) -> tuple[Any, ...]:
-        option = best.counted.option
-        changes = option.setting.changes(given.setting)
-        changes += sum(vars(option)[name] != value for name, value in vars(given).items() if name != "setting")
-        return round(best.time, 2), changes, best.counted.peak
+        option = best.candidate.option
+        changes = option.setting.changes(given_option.setting)
+        changes += sum(vars(option)[name] != value for name, value in vars(given_option).items() if name != "setting")
+        return round(best.time, 2), changes, best.candidate.peak
 
     return sorted([Ranked(x, time / least) for x, time in zip(fits, times, strict=True)], key=key)
 
@@ -141,8 +141,8 @@ def varied(best: list[Ranked], count: int) -> list[Ranked]:
     settings: set[Setting] = set()
     order: list[tuple[bool, bool, int]] = []
     for i, option in enumerate(best):
-        setting = option.counted.option.setting
-        is_smaller = all(_saves_memory(option.counted, faster.counted) for faster in best[:i])
+        setting = option.candidate.option.setting
+        is_smaller = all(_saves_memory(option.candidate, faster.candidate) for faster in best[:i])
         order.append((not is_smaller, setting in settings, i))
         if is_smaller:
             settings.add(setting)

@@ -47,7 +47,7 @@ GPUS = {
 def gpu_named(name: str) -> Device | None:
     """Return the GPU that a driver calls `name`, such as "NVIDIA A100-SXM4-80GB"; `None` if it is not in the table."""
     words = re.split(r"[\s-]+", name)
-    return next((gpu for known, gpu in GPUS.items() if {*known.split("-")} <= {*words}), None)
+    return next((gpu for table_name, gpu in GPUS.items() if {*table_name.split("-")} <= {*words}), None)
 
 
 # One core of a server, in fp32
@@ -103,11 +103,11 @@ def seconds(work: StepWork, model: Model, device: Device) -> float:
 
 def _exchange(work: StepWork, model: Model) -> float:
     """Return the bytes that a device sends in the step. An all-reduce is a reduce-scatter and an all-gather."""
-    others = (work.devices - 1) / work.devices
+    sent_share = (work.devices - 1) / work.devices
     reduced = model.trained_bytes
     if work.engine in ("fsdp2", "zero3"):
         # Weights are gathered for the forward and for the backward, which also recomputes
-        return others * (work.passes * model.weight_bytes * (2 + work.reference) + reduced)
+        return sent_share * (work.passes * model.weight_bytes * (2 + work.reference) + reduced)
     if work.engine == "zero2":  # reduces gradients after each pass
-        return others * (work.passes + 1) * reduced
-    return others * 2 * reduced
+        return sent_share * (work.passes + 1) * reduced
+    return sent_share * 2 * reduced

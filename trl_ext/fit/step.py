@@ -116,15 +116,15 @@ def memory_of_step(step: Step) -> StepMemory:
         weights, model = _placed(model, mesh, step, records)
         reference, reference_model = _placed(reference_model, mesh, step, records)
         if step.hosts_reference and reference_model is not None:
-            before = records.held
+            before = records.held_bytes
             with records.on_host():
                 HostedReference(reference_model, _CPU)
-            reference += records.held - before
+            reference += records.held_bytes - before
         hosted = records.host
         trained = [x for x in model.parameters() if x.requires_grad]
-        before = records.held
+        before = records.held_bytes
         optimizer, zero = _optimizer(step, model)
-        states = records.held - before
+        states = records.held_bytes - before
         ddp_buckets = [torch.empty_like(x) for x in trained] if step.engine == "ddp" else []
         records.mark()
         peaks = []
@@ -164,14 +164,14 @@ def _placed(model: Any, mesh: Any, step: Step, records: AllocationRecords) -> tu
     """Return the bytes of `model` without data on one device, and the model there."""
     if model is None:
         return 0, None
-    before = records.held
+    before = records.held_bytes
     trains = any(x.requires_grad for x in model.parameters())
     _move_from_meta(model)
     if mesh is not None:
         model = under_fsdp2(model, mesh, step.autocast, trains=trains)
     for tensor in (*model.parameters(), *model.buffers()):
         records.count(tensor.data)
-    return records.held - before, model
+    return records.held_bytes - before, model
 
 
 def _optimizer(step: Step, model: Any) -> tuple[torch.optim.Optimizer, Zero | None]:
@@ -226,7 +226,7 @@ def _micro_batch(step: Step, model: Any, fake: FakeTensorMode, records: Allocati
     packing = Packing(inner, padding_free=True, share_prompts=step.shares)
     shares = step.shares and packing.padded_reason is None and randomness_of(model) is None
     layout = _layout(step, model, fake, shares)
-    held_before = records.held
+    held_before = records.held_bytes
     host_before = records.host
     activations = 0
     offloaded = 0
@@ -236,7 +236,7 @@ def _micro_batch(step: Step, model: Any, fake: FakeTensorMode, records: Allocati
         """Replace the model's own forward inside its wrappers, as in training."""
         nonlocal activations, offloaded, backbone_peak
         hidden_NH = _hidden_states(step, packing, inner, layout)
-        activations = records.held - held_before
+        activations = records.held_bytes - held_before
         offloaded = records.host - host_before
         backbone_peak = records.peak
         records.mark()
@@ -263,13 +263,13 @@ def _micro_batch(step: Step, model: Any, fake: FakeTensorMode, records: Allocati
 
 def _on_host(model: Any, records: AllocationRecords) -> saved_tensors_hooks:
     """Return the context of `activation_offloading`, whose copies are in host memory."""
-    kept = HostTensors(model, _CPU)
+    host_tensors = HostTensors(model, _CPU)
 
     def pack(tensor: Tensor) -> Any:
         with records.on_host():
-            return kept.pack(tensor)
+            return host_tensors.pack(tensor)
 
-    return saved_tensors_hooks(pack, kept.unpack)
+    return saved_tensors_hooks(pack, host_tensors.unpack)
 
 
 def _layout(step: Step, model: Any, fake: FakeTensorMode, shares: bool) -> Layout:
@@ -348,16 +348,16 @@ def _log_probs(step: Step, inner: Any, hidden_NH: Tensor) -> Tensor:
 
 def _move_from_meta(model: torch.nn.Module) -> None:
     """Move parameters and buffers to the CPU of the active `FakeTensorMode`. Tied ones stay tied."""
-    moved: dict[int, Tensor] = {}
+    moved_tensors: dict[int, Tensor] = {}
     for module in model.modules():
         for tensors in (module._parameters, module._buffers):
             for name, tensor in tensors.items():
                 if tensor is None:
                     continue
-                if id(tensor) not in moved and hasattr(tensor, "quant_state"):
-                    moved[id(tensor)] = packed(tensor)
-                elif id(tensor) not in moved:
+                if id(tensor) not in moved_tensors and hasattr(tensor, "quant_state"):
+                    moved_tensors[id(tensor)] = packed(tensor)
+                elif id(tensor) not in moved_tensors:
                     empty: Tensor = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
                     trains = isinstance(tensor, torch.nn.Parameter)
-                    moved[id(tensor)] = torch.nn.Parameter(empty, tensor.requires_grad) if trains else empty
-                tensors[name] = moved[id(tensor)]  # type: ignore[assignment]
+                    moved_tensors[id(tensor)] = torch.nn.Parameter(empty, tensor.requires_grad) if trains else empty
+                tensors[name] = moved_tensors[id(tensor)]  # type: ignore[assignment]
