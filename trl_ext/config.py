@@ -366,10 +366,10 @@ class RLOOConfig(AddedGroupFields, trl.RLOOConfig):
     """
 
 
-def _arguments_of(added: Any) -> str:
+def _arguments_of(added_fields: Any) -> str:
     """Return the `Args:` section of a docstring, in TRL's form."""
     lines = ["    Args:"]
-    for x in fields(added):
+    for x in fields(added_fields):
         type_name = x.type.__name__ if isinstance(x.type, type) else str(x.type).removesuffix(" | None")
         default_text = f'"{x.default}"' if isinstance(x.default, str) else x.default
         default = "" if x.default is None else f", defaults to `{default_text}`"
@@ -385,23 +385,23 @@ ADDED_FIELDS: dict[Any, type[AddedFields]] = {
     GRPOConfig: AddedGRPOFields,
     RLOOConfig: AddedGroupFields,
 }
-for _config, _added in ADDED_FIELDS.items():
-    _config.__doc__ = f"{_config.__doc__}\n{_arguments_of(_added)}"
+for _config, _added_fields in ADDED_FIELDS.items():
+    _config.__doc__ = f"{_config.__doc__}\n{_arguments_of(_added_fields)}"
 
 
 def check_loss_types(config: Any) -> None:
     """Raise `ValueError` if a `DPOConfig`, TRL's or ours, sets an option that its loss types do not use or define."""
     loss_types, smoothing = config.loss_type, config.label_smoothing
-    added = AddedDPOFields.of(config)
-    if added.sft_label_smoothing and "sft" not in loss_types:
+    options = AddedDPOFields.of(config)
+    if options.sft_label_smoothing and "sft" not in loss_types:
         raise ValueError(
-            f"`sft_label_smoothing={added.sft_label_smoothing!r}` smooths the labels of the loss type 'sft', which is "
-            f"not in `loss_type={loss_types}`. Add 'sft', or set the field to 0."
+            f"`sft_label_smoothing={options.sft_label_smoothing!r}` smooths the labels of the loss type 'sft', which "
+            f"is not in `loss_type={loss_types}`. Add 'sft', or set the field to 0."
         )
     if not loss_types:
         raise ValueError("`loss_type` is empty: name at least one loss type.")
     if READ_REWARDS.isdisjoint(loss_types):
-        for name, value in AddedDPOFields.changed(added).items():
+        for name, value in AddedDPOFields.changed(options).items():
             if name in ("reward_scale", "rpo_average_log_probs"):
                 raise ValueError(
                     f"Only RPO uses `{name}={value!r}`, and `loss_type={loss_types}` has no RPO. Add one "

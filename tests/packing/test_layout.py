@@ -62,7 +62,7 @@ def test_it_equals_its_definition(batch: tuple[Any, Any, Any, Any], how: tuple[b
     assert layout.query_starts.dtype == layout.key_starts.dtype == torch.int32
     assert [x for rows, *x in layout.segments for _ in range(rows)] == [[*x] for x in lengths]
     assert (layout.longest_query, layout.longest_key) == tuple(max(x) for x in zip(*lengths, strict=True))
-    assert layout.shared == any(queries != keys for queries, keys in lengths)
+    assert layout.shares_tokens == any(queries != keys for queries, keys in lengths)
     assert layout.tokens == len(tokens)
     row_N, column_N = np.nonzero(scored_BS)
     at_N = at_BS[row_N, column_N]

@@ -154,7 +154,7 @@ def test_attention_equals_its_definition_forward_and_backward(name, share, devic
             attention, *qkv, mask, packed_layout=layout, scaling=attention.scaling, sliding_window=window
         )
     assert len(varlen.calls) == (device == "cuda")
-    assert layout.shared == share
+    assert layout.shares_tokens == share
     reference = plain_attention(*qkv, layout, lengths, attention.scaling, window)
     upstream = torch.randn(reference.shape, generator=generator, device=device).to(dtype)
     assert off(output[0], reference) < close

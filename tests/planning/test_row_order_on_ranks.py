@@ -164,7 +164,7 @@ def values_of_ranks(draw: st.DrawFn) -> tuple[list[dict[str, Tensor]], list[int]
 
 
 COLUMNS = {
-    **{name: Column(0, left=True, width="prompt", multiple=2) for name in ("prompt_ids", "prompt_mask")},
+    **{name: Column(0, pads_left=True, width="prompt", multiple=2) for name in ("prompt_ids", "prompt_mask")},
     **{name: Column(3, width="completion") for name in ("completion_ids",)},
     **{name: Column(0, width="completion") for name in ("completion_mask", "sampling_per_token_logps")},
     "kept_ids": Column(-1),
@@ -200,7 +200,7 @@ def without_padding(name: str, row: Tensor) -> list[float]:
     values = row.tolist() if row.ndim else [row.item()]
     if column is None:
         return values
-    values = values[::-1] if column.left else values
+    values = values[::-1] if column.pads_left else values
     while values and values[-1] == column.fill:
         values.pop()
     return [str(x) for x in values]  # NaN equals itself

@@ -24,13 +24,13 @@ def show(message: str) -> None:
     logger.info(message)
 
 
-def add_to_model_card(card: Path, args: Any, changed: dict[str, Any], plan: str) -> None:
-    """Add the plan, the loss and the `changed` fields of the config to a model card, before its citations.
+def add_to_model_card(card: Path, args: Any, changed_fields: dict[str, Any], plan: str) -> None:
+    """Add the plan, the loss and the `changed_fields` of the config to a model card, before its citations.
 
     The card may be published, so folders are left out. A config has only the fields of its method.
     """
     settings = {name: getattr(args, name, None) for name in ("loss_type", "loss_weights", "beta")}
-    settings |= {**changed, "reference_store_dir": None}
+    settings |= {**changed_fields, "reference_store_dir": None}
     lines = "\n".join(f"- `{name}`: `{value!r}`" for name, value in settings.items() if value is not None)
     section = f"## What ran in training\n\nTrained with {_project()} and:\n\n{lines}\n\n```\n{plan}\n```"
     text, heading, citations = card.read_text(encoding="utf-8").rstrip().partition("\n## Citations\n")
@@ -72,7 +72,7 @@ def throughput(logs: dict[str, float], seconds: float) -> str:
     It counts the tokens of all processes, and `seconds` include generation and optimizer. It is short, so that the bar
     still fits into 80 columns.
     """
-    skipped = logs.get("skipped/tokens", 0.0)
-    processed = sum(logs.get(name, 0.0) for name in _TOKENS)
-    text = f"{tqdm.format_sizeof(processed / max(seconds, 1e-9))} tok/s"
-    return f"{text}, skips {skipped / (skipped + processed):.0%}" if skipped > 0 else text
+    skipped_tokens = logs.get("skipped/tokens", 0.0)
+    processed_tokens = sum(logs.get(name, 0.0) for name in _TOKENS)
+    text = f"{tqdm.format_sizeof(processed_tokens / max(seconds, 1e-9))} tok/s"
+    return f"{text}, skips {skipped_tokens / (skipped_tokens + processed_tokens):.0%}" if skipped_tokens > 0 else text

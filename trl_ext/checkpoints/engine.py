@@ -104,17 +104,17 @@ def _layout(optimizer: torch.optim.Optimizer) -> list[str]:
 def load_weights(model: Any, folder: Path) -> None:
     """Load a checkpoint's weights into a `PreTrainedModel`, split and renamed by `from_pretrained`."""
     dtypes = {param.dtype for param in model.parameters() if param.is_floating_point()}
-    loaded, info = type(model).from_pretrained(
+    loaded_model, info = type(model).from_pretrained(
         folder,
         dtype=max(dtypes, key=lambda dtype: dtype.itemsize),  # an LM head in fp32 keeps its precision
         distributed_config=getattr(model.config, "distributed_config", None),
         output_loading_info=True,
     )
-    read = loaded.state_dict()
+    loaded_state = loaded_model.state_dict()
     with torch.no_grad():
         for name, tensor in model.state_dict().items():
             if name not in info["missing_keys"]:  # `from_pretrained` initializes missing weights at random
-                tensor.copy_(read[name])
+                tensor.copy_(loaded_state[name])
 
 
 def names_differ(model: Any, folder: Path) -> bool:

@@ -40,13 +40,13 @@ def _file(folder: Path, rank: int) -> Path:
     return folder / f"generation_{rank}.safetensors"
 
 
-def write_generation(folder: Path, rank: int, saved: SavedGeneration) -> None:
+def write_generation(folder: Path, rank: int, saved_generation: SavedGeneration) -> None:
     """Write this rank's part into a checkpoint, atomically.
 
     Raises:
         `TypeError`: an entry of a slice is neither a tensor nor a JSON value.
     """
-    slices = saved.slices or []
+    slices = saved_generation.slices or []
     # The slices are views of one tensor, and safetensors refuses tensors that share memory
     tensors = {
         f"{i}/{name}": x.detach().cpu().clone(memory_format=torch.contiguous_format)
@@ -55,7 +55,7 @@ def write_generation(folder: Path, rank: int, saved: SavedGeneration) -> None:
         if isinstance(x, Tensor)
     }
     json_entries = [{name: x for name, x in entries.items() if not isinstance(x, Tensor)} for entries in slices]
-    state = {**vars(saved), "slices": None if saved.slices is None else json_entries}
+    state = {**vars(saved_generation), "slices": None if saved_generation.slices is None else json_entries}
     path = _file(folder, rank)
     unfinished = path.with_suffix(".unfinished")
     save_file(tensors, unfinished, metadata={"format": _FORMAT, "state": json.dumps(state)})

@@ -234,51 +234,56 @@ _FIND_GPU = (
 )
 
 
-def engine_mismatch(requested: EngineRequest, running: DetectedEngine) -> str | None:
+def engine_mismatch(requested: EngineRequest, running_engine: DetectedEngine) -> str | None:
     """Describe how the engine that runs differs from the request, and what to do; `None` if they agree.
 
     TPU and Megatron-LM are not checked.
     """
-    if not running.distributed_type.startswith(("NO", "FSDP", "DEEPSPEED", "MULTI_")):
+    if not running_engine.distributed_type.startswith(("NO", "FSDP", "DEEPSPEED", "MULTI_")):
         return None
-    return _separate_processes(requested, running) or _missing_engine(requested, running) or _wrong_engine(running)
+    return (
+        _separate_processes(requested, running_engine)
+        or _missing_engine(requested, running_engine)
+        or _wrong_engine(running_engine)
+    )
 
 
-def _separate_processes(requested: EngineRequest, running: DetectedEngine) -> str | None:
+def _separate_processes(requested: EngineRequest, running_engine: DetectedEngine) -> str | None:
     """Describe the error if processes that should train together do not."""
-    if requested.processes is None and running.processes == 1:
+    if requested.processes is None and running_engine.processes == 1:
         return (
             f"Several processes were requested (by {requested.processes_by}), but only one runs: `accelerate launch` "
             "starts one process for `--cpu` and for `MULTI_CPU` in its config. To train with several processes on the "
             f"CPU, set `ACCELERATE_USE_CPU=true` and launch with `{_CONFIGS}/ddp.yaml`. To train with one, pass "
             "`--num_processes 1`, and unset `MASTER_ADDR` and `MASTER_PORT` if you set them yourself."
         )
-    together = max(running.in_group, requested.processes or 1)
-    if together > running.processes:
+    together = max(running_engine.in_group, requested.processes or 1)
+    if together > running_engine.processes:
         by = f" (by {requested.processes_by})" if requested.processes_by else ""
         return (
-            f"{together} processes were requested{by}, but each trains alone ({running.device}), without averaging "
-            f"gradients: {_FIND_GPU}"
+            f"{together} processes were requested{by}, but each trains alone ({running_engine.device}), without "
+            f"averaging gradients: {_FIND_GPU}"
         )
-    if running.distributed_type == "NO" and running.processes > 1:
+    if running_engine.distributed_type == "NO" and running_engine.processes > 1:
         return (
-            f"{running.processes} processes were requested (by {requested.processes_by}) and share the data, but each "
-            f"trains a separate model ({running.device}): {_FIND_GPU} `ddp_backend` alone is not enough."
+            f"{running_engine.processes} processes were requested (by {requested.processes_by}) and share the data, "
+            f"but each trains a separate model ({running_engine.device}): {_FIND_GPU} `ddp_backend` alone is not "
+            "enough."
         )
     return None
 
 
-def _missing_engine(requested: EngineRequest, running: DetectedEngine) -> str | None:
+def _missing_engine(requested: EngineRequest, running_engine: DetectedEngine) -> str | None:
     """Describe the error if a requested engine does not run."""
     for engine, by in requested.engines:
-        if not running.provides(engine):
+        if not running_engine.provides(engine):
             name = engine[0].upper() + engine[1:]
-            remedy = _remedy(engine, by, requested, running)
-            return f"{name} was requested (by {by}), but the engine is {running}. {remedy}"
+            remedy = _remedy(engine, by, requested, running_engine)
+            return f"{name} was requested (by {by}), but the engine is {running_engine}. {remedy}"
     return None
 
 
-def _remedy(engine: str, by: str, requested: EngineRequest, running: DetectedEngine) -> str:
+def _remedy(engine: str, by: str, requested: EngineRequest, running_engine: DetectedEngine) -> str:
     if "distributed_config" in by:
         return (
             "TRL ignores `model_init_kwargs` when `model` is already loaded. Pass the model's name or path instead, or "
@@ -291,9 +296,9 @@ def _remedy(engine: str, by: str, requested: EngineRequest, running: DetectedEng
         )
     if engine == _SHARDED_PARAMETERS:
         return f"`parallelism_config` needs FSDP2 to shard parameters. Launch with `{_CONFIGS}/fsdp2.yaml`."
-    other = next((x.by for x in requested.engines if running.provides(x.engine)), None)
-    if other is not None:
-        return f"That engine was requested by {other}. Request only one engine, in one place."
+    other_source = next((x.by for x in requested.engines if running_engine.provides(x.engine)), None)
+    if other_source is not None:
+        return f"That engine was requested by {other_source}. Request only one engine, in one place."
     if requested.cpu:
         name = "FSDP"
         on_cpu = ""
@@ -304,30 +309,30 @@ def _remedy(engine: str, by: str, requested: EngineRequest, running: DetectedEng
             f"accelerate does not use {name} when `ACCELERATE_USE_CPU` or `use_cpu` is set. Unset it{on_cpu}, or "
             f"launch with `{_CONFIGS}/ddp.yaml` to train with DDP on the CPU."
         )
-    if running.device == "cpu" and running.processes == 1:
+    if running_engine.device == "cpu" and running_engine.processes == 1:
         return _FIND_GPU
     return f"Launch with `accelerate launch` and a config from `{_CONFIGS}`."
 
 
-def _wrong_engine(running: DetectedEngine) -> str | None:
+def _wrong_engine(running_engine: DetectedEngine) -> str | None:
     """Describe the error if the engine that runs would train incorrectly."""
-    if running.fsdp_version is not None and running.sharded_at_loading:
+    if running_engine.fsdp_version is not None and running_engine.sharded_at_loading:
         return (
             "The model was sharded when it was loaded (`distributed_config`), and the config of `accelerate launch` or "
             f"the argument `fsdp` would shard it again. Use only one: launch with `{_CONFIGS}/tp_fsdp2.yaml`."
         )
-    wrapping = "DTensor" if running.data_engine in ("FSDP2", None) else running.data_engine
-    if running.name != "one process" and running.wrapping not in (None, wrapping):
+    wrapping = "DTensor" if running_engine.data_engine in ("FSDP2", None) else running_engine.data_engine
+    if running_engine.name != "one process" and running_engine.wrapping not in (None, wrapping):
         return (
-            f"The engine is {running}, but the trained model is wrapped in {running.wrapping}, so gradients would not "
-            "be averaged correctly. Do not replace `trainer.model_wrapped` or `accelerator.prepare`, and "
-            "do not prepare the model before training."
+            f"The engine is {running_engine}, but the trained model is wrapped in {running_engine.wrapping}, so "
+            "gradients would not be averaged correctly. Do not replace `trainer.model_wrapped` or "
+            "`accelerator.prepare`, and do not prepare the model before training."
         )
-    if running.autotp_size > 1:
+    if running_engine.autotp_size > 1:
         return (
-            f"DeepSpeed's config splits layers over {running.autotp_size} processes "
-            f"(`tensor_parallel.autotp_size={running.autotp_size}`). Each process then has a part of the LM head's "
-            "weight as a plain tensor, and log-probs would be wrong. Remove `autotp_size`. For tensor parallelism, "
-            f"pass `distributed_config` in `model_init_kwargs`, and launch with `{_CONFIGS}/ddp.yaml`."
+            f"DeepSpeed's config splits layers over {running_engine.autotp_size} processes "
+            f"(`tensor_parallel.autotp_size={running_engine.autotp_size}`). Each process then has a part of the LM "
+            "head's weight as a plain tensor, and log-probs would be wrong. Remove `autotp_size`. For tensor "
+            f"parallelism, pass `distributed_config` in `model_init_kwargs`, and launch with `{_CONFIGS}/ddp.yaml`."
         )
     return None

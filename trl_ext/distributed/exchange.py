@@ -16,7 +16,7 @@ class Column:
     """How an entry of a batch with a value per token, `(B, W)`, is padded."""
 
     fill: float = 0
-    left: bool = False  # on which side the padding is
+    pads_left: bool = False  # on which side the padding is
     width: str = ""  # entries with the same `width` stay equally wide; "": this one alone
     multiple: int = 1  # of which the width is a multiple
 
@@ -37,7 +37,7 @@ class Rows:
                 lengths.append(torch.ones_like(x, dtype=torch.int64))
                 continue
             column = self.columns[name]
-            real_BW = x.flip(1) != column.fill if column.left else x != column.fill
+            real_BW = x.flip(1) != column.fill if column.pads_left else x != column.fill
             places = torch.arange(x.size(1) + 1, device=x.device)
             lengths.append((pad(real_BW, (1, 0)) * places).amax(dim=1))
         return torch.stack(lengths, dim=1)
@@ -66,10 +66,10 @@ class Rows:
         by_sender_B = torch.argsort(from_N[to_N == rank], stable=True)
         received_B = order_N[to_N == rank][by_sender_B]
         values = self._without_padding(order_N[sent_S] - rank * rows)
-        sent = _cut(values, self._bytes(lengths_NE[order_N[sent_S]], to_N[sent_S], count))
+        sent_parts = _cut(values, self._bytes(lengths_NE[order_N[sent_S]], to_N[sent_S], count))
         sizes = self._bytes(lengths_NE[received_B], received_B // rows, count)
-        received = ranks.exchange([torch.cat(parts) for parts in sent], sizes.sum(dim=1).tolist())
-        pieces = [x.split(entry_bytes) for x, entry_bytes in zip(received, sizes.tolist(), strict=True)]
+        received_bytes = ranks.exchange([torch.cat(parts) for parts in sent_parts], sizes.sum(dim=1).tolist())
+        pieces = [x.split(entry_bytes) for x, entry_bytes in zip(received_bytes, sizes.tolist(), strict=True)]
         values = [torch.cat(entry_pieces) for entry_pieces in zip(*pieces, strict=True)]
         return self._padded(values, lengths_NE[received_B], by_sender_B.argsort())
 
@@ -85,7 +85,7 @@ class Rows:
             rows = rows_S.to(x.device)
             values_S = x[rows]
             if x.ndim > 1:
-                values_S = values_S[_is_real(lengths_B[rows], x.size(1), self.columns[name].left)]
+                values_S = values_S[_is_real(lengths_B[rows], x.size(1), self.columns[name].pads_left)]
             values.append(values_S.to(_dtype_sent(name, x.dtype)).contiguous().view(torch.uint8))
         return values
 
@@ -106,14 +106,14 @@ class Rows:
                 continue
             width = widths[column.width or name]
             rows = x.new_full((len(order), width), column.fill)
-            rows[_is_real(lengths_B.to(x.device), width, column.left)] = flat
+            rows[_is_real(lengths_B.to(x.device), width, column.pads_left)] = flat
             padded[name] = rows[order]
         return padded
 
 
-def _is_real(lengths_B: Tensor, width: int, left: bool) -> Tensor:
+def _is_real(lengths_B: Tensor, width: int, pads_left: bool) -> Tensor:
     places_W = torch.arange(width, device=lengths_B.device)
-    return (places_W.flip(0) if left else places_W) < lengths_B.unsqueeze(1)
+    return (places_W.flip(0) if pads_left else places_W) < lengths_B.unsqueeze(1)
 
 
 def _dtype_sent(name: str, dtype: torch.dtype) -> torch.dtype:
@@ -133,8 +133,8 @@ def _cut(values: list[Tensor], bytes_RE: Tensor) -> list[tuple[Tensor, ...]]:
 def equally_wide(tensors: list[Tensor], column: Column) -> list[Tensor]:
     """Return `tensors` `(B, W)`, padded to the largest width."""
     width = max(x.size(1) for x in tensors)
-    missing = [width - x.size(1) for x in tensors]
+    padding = [width - x.size(1) for x in tensors]
     return [
-        pad(x, (more, 0) if column.left else (0, more), value=column.fill)
-        for x, more in zip(tensors, missing, strict=True)
+        pad(x, (more, 0) if column.pads_left else (0, more), value=column.fill)
+        for x, more in zip(tensors, padding, strict=True)
     ]

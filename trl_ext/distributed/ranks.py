@@ -106,7 +106,7 @@ class Ranks:
         is_same = len(set(world.gather(digest).tolist())) == 1
         return None if is_same else gather_object([value])
 
-    def exchange(self, sent: list[Tensor], sizes: list[int]) -> list[Tensor]:
+    def exchange(self, sent_bytes: list[Tensor], sizes: list[int]) -> list[Tensor]:
         """Send `sent[i]`, bytes, to process i. Returns the `sizes[i]` bytes that process i sent.
 
         The ranks of a group have the same batch, and each exchanges with those in its own place of the other groups.
@@ -120,14 +120,14 @@ class Ranks:
         for i in range(processes):
             if i != process:
                 rank = i * members + dist.get_rank() % members
-                sizes_sent[rank] = len(sent[i])
+                sizes_sent[rank] = len(sent_bytes[i])
                 sizes_received[rank] = sizes[i]
-        received = torch.empty(sum(sizes_received), dtype=torch.uint8, device=self.device)
-        to_send = torch.cat([x for i, x in enumerate(sent) if i != process]).to(self.device)
-        dist.all_to_all_single(received, to_send, sizes_received, sizes_sent)
-        received = received.to(sent[process].device)
-        pieces = list(received.split([0 if i == process else size for i, size in enumerate(sizes)]))
-        pieces[process] = sent[process]
+        received_bytes = torch.empty(sum(sizes_received), dtype=torch.uint8, device=self.device)
+        to_send = torch.cat([x for i, x in enumerate(sent_bytes) if i != process]).to(self.device)
+        dist.all_to_all_single(received_bytes, to_send, sizes_received, sizes_sent)
+        received_bytes = received_bytes.to(sent_bytes[process].device)
+        pieces = list(received_bytes.split([0 if i == process else size for i, size in enumerate(sizes)]))
+        pieces[process] = sent_bytes[process]
         return pieces
 
     def of_main(self, value: Any) -> Any:

@@ -129,9 +129,9 @@ class Shard(NamedTuple):
 
 
 def _all_to_all(x: Tensor, processes: Any) -> Tensor:
-    received = torch.empty_like(x, memory_format=torch.contiguous_format)
-    dist.all_to_all_single(received, x.contiguous(), group=processes)
-    return received
+    received_parts = torch.empty_like(x, memory_format=torch.contiguous_format)
+    dist.all_to_all_single(received_parts, x.contiguous(), group=processes)
+    return received_parts
 
 
 class _Exchanged(torch.autograd.Function):

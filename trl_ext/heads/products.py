@@ -72,8 +72,8 @@ def multiplies_halves(device: torch.device) -> bool:
 
 
 @cache
-def _warn_of_fp32(what: str, instead: str) -> None:
-    warnings.warn(f"{what} multiplies fp32 numbers on a GPU. {_WITHOUT_TENSOR_CORES} {instead}", stacklevel=2)
+def _warn_of_fp32(products: str, instead: str) -> None:
+    warnings.warn(f"{products} multiplies fp32 numbers on a GPU. {_WITHOUT_TENSOR_CORES} {instead}", stacklevel=2)
 
 
 def _multiply_halves(device: torch.device) -> None:

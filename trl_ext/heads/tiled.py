@@ -209,7 +209,7 @@ def _score(
     exponentials and the target's logit, (N,) each.
     """
     results: list[list[Any]] = []  # of each part
-    saved: list[list[Tensor]] = []
+    saved_tensors: list[list[Tensor]] = []
     with head.readable(), exact_arithmetic(x.hidden.device):
         for part in head.shard.exchange.parts(len(x.hidden), x.hidden.device):
             part_x = _gather_operands(x, part)
@@ -224,12 +224,12 @@ def _score(
                 gradient_MH.mul_((-others_share / statistics.sum_exp * finished.rescale)[:, None])
                 slope = head.transform.derivative(statistics.target_logit)
                 head.add_targets_(gradient_MH, others_share * slope, rows, targets_M, x.rows)
-                saved.append([part.sum_over_ranks(gradient_MH)])
+                saved_tensors.append([part.sum_over_ranks(gradient_MH)])
             else:
-                saved.append(part.select_local(statistics.shift, statistics.sum_exp, statistics.target_logit))
+                saved_tensors.append(part.select_local(statistics.shift, statistics.sum_exp, statistics.target_logit))
             results.append(part.select_local(*finished.results))
     fields = (None if x[0] is None else _concatenated(x) for x in zip(*results, strict=True))
-    return LinearLogProbs(*fields), [_concatenated(x) for x in zip(*saved, strict=True)]
+    return LinearLogProbs(*fields), [_concatenated(x) for x in zip(*saved_tensors, strict=True)]
 
 
 def _concatenated(tensors: Sequence[Tensor]) -> Tensor:
@@ -246,8 +246,8 @@ class TiledLogProbsRecompute(torch.autograd.Function):
     def forward(ctx: Any, head: Head, targets: Tensor, entropy_grad: bool, *operands: Tensor | None) -> LinearLogProbs:
         x = Operands(*operands)  # type: ignore[arg-type]
         ctx.set_materialize_grads(False)
-        results, saved = _score(head, x, targets)
-        ctx.save_for_backward(*x, targets, *saved, results.entropy if entropy_grad else None)
+        results, saved_tensors = _score(head, x, targets)
+        ctx.save_for_backward(*x, targets, *saved_tensors, results.entropy if entropy_grad else None)
         ctx.head = head
         ctx.mark_non_differentiable(*without_gradient(results, entropy_grad=entropy_grad))
         return results
@@ -260,9 +260,9 @@ class TiledLogProbsRecompute(torch.autograd.Function):
         # With other ranks, continue: they may have a gradient and wait for this rank
         if all(x is None for x in upstream) and not head.shard.communicates:
             return (None,) * len(ctx.needs_input_grad)
-        saved = ctx.saved_tensors  # read only once: offloading and checkpointing allow no second read
-        x = Operands(*saved[:6])
-        targets, *statistics = saved[6:]
+        saved_tensors = ctx.saved_tensors  # read only once: offloading and checkpointing allow no second read
+        x = Operands(*saved_tensors[:6])
+        targets, *statistics = saved_tensors[6:]
         with head.readable(), exact_arithmetic(x.hidden.device):
             parts = []
             for part in head.shard.exchange.parts(len(x.hidden), x.hidden.device):
@@ -281,10 +281,10 @@ class TiledLogProbsRecompute(torch.autograd.Function):
 
 
 def _gather_numbers(
-    part: Part, head: Head, saved: list[Any], upstream: LinearLogProbs
+    part: Part, head: Head, saved_statistics: list[Any], upstream: LinearLogProbs
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, LinearLogProbs]:
     """Return maximum, sum of exponentials, target logit, entropy and upstream of the tokens scored together."""
-    maximum, sum_exp, target_logit, entropy = saved
+    maximum, sum_exp, target_logit, entropy = saved_statistics
     if not head.shard.is_partial:
         return maximum, sum_exp, target_logit, entropy, upstream
     # Every rank sends the same number of tensors: zeros for a missing gradient
@@ -295,9 +295,9 @@ def _gather_numbers(
         "mean_log_probs": "mean_log_probs" in head.outputs,
     }
     upstreams = {name: getattr(upstream, name) for name, is_sent in has_gradient.items() if is_sent}
-    rank_numbers = [*saved, *(zeros if x is None else x for x in upstreams.values())]
-    received = iter(part.gather(torch.stack([x for x in rank_numbers if x is not None], 1)).unbind(1))
-    numbers: list[Any] = [None if x is None else next(received) for x in rank_numbers]
+    rank_numbers = [*saved_statistics, *(zeros if x is None else x for x in upstreams.values())]
+    gathered_numbers = iter(part.gather(torch.stack([x for x in rank_numbers if x is not None], 1)).unbind(1))
+    numbers: list[Any] = [None if x is None else next(gathered_numbers) for x in rank_numbers]
     maximum, sum_exp, target_logit, entropy, *upstream_numbers = numbers
     # The sum of a padded row is 0. It gets no gradient, but the logarithm of the sum must be finite
     sum_exp = sum_exp.masked_fill(sum_exp == 0, 1.0)
@@ -308,8 +308,10 @@ def _gather_numbers(
 class _Gradients:
     """The gradients of a backward, summed over tiles and parts. Gradients of classes are in units of `unit`."""
 
-    def __init__(self, needed: tuple[bool, ...], head: Head, x: Operands, unit: Tensor, *, several: bool) -> None:
-        self.needs = Operands(*needed)  # type: ignore[arg-type]
+    def __init__(
+        self, needs_gradient: tuple[bool, ...], head: Head, x: Operands, unit: Tensor, *, several: bool
+    ) -> None:
+        self.needs = Operands(*needs_gradient)  # type: ignore[arg-type]
         self.head = head
         self.x = x
         self.unit = unit
@@ -433,10 +435,10 @@ def tiled_log_probs(head: Head, x: Operands, targets: Tensor, *, entropy_require
     entropy_grad = entropy_requires_grad and "entropy" in head.outputs
     mean_grad = "mean_log_probs" in head.outputs
     differentiable = "log_probs" in head.outputs or entropy_grad or mean_grad
-    needed = [tensor is not None and tensor.requires_grad for tensor in x]
-    if not (torch.is_grad_enabled() and differentiable and any(needed)):
+    needs_gradient = [tensor is not None and tensor.requires_grad for tensor in x]
+    if not (torch.is_grad_enabled() and differentiable and any(needs_gradient)):
         with torch.no_grad():
             return _score(head, x, targets)[0]
-    if any(needed[1:]) or entropy_grad or mean_grad:
+    if any(needs_gradient[1:]) or entropy_grad or mean_grad:
         return LinearLogProbs(*TiledLogProbsRecompute.apply(head, targets, entropy_grad, *x))
     return LinearLogProbs(*TiledLogProbsFrozen.apply(head, targets, x, x.hidden))

@@ -11,11 +11,11 @@ REWARD_COLUMNS = ("chosen_reward", "rejected_reward")
 
 def check_reward_columns(names: Collection[str], where: str) -> None:
     """Raise `ValueError` unless both columns are in `names`. `where` names the dataset in the message."""
-    missing = [f"`{column}`" for column in REWARD_COLUMNS if column not in names]
-    if missing:
+    missing_columns = [f"`{column}`" for column in REWARD_COLUMNS if column not in names]
+    if missing_columns:
         raise ValueError(
-            f"{where} has no column {' and no column '.join(missing)}. The RPO loss types need a reward for each "
-            "completion. Add a number for each row, or remove RPO from `loss_type`."
+            f"{where} has no column {' and no column '.join(missing_columns)}. The RPO loss types need a reward for "
+            "each completion. Add a number for each row, or remove RPO from `loss_type`."
         )
 
 

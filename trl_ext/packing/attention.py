@@ -192,7 +192,7 @@ def _attend(
     flash = "flash" in layout.implementation
     if not flash and not _varlen_supports(query_THD, value_THD, options):
         return _by_batches(module, query_THD, key_THD, value_THD, layout, options)
-    key_KHD, value_KHD = _select(layout.keys_K, key_THD, value_THD) if layout.shared else (key_THD, value_THD)
+    key_KHD, value_KHD = _select(layout.keys_K, key_THD, value_THD) if layout.shares_tokens else (key_THD, value_THD)
     if flash:
         return _flash(module, query_THD, key_KHD, value_KHD, layout, options)
     query_THD, key_KHD, value_KHD = (x.to(_attention_dtype(query_THD)) for x in (query_THD, key_KHD, value_KHD))
@@ -257,7 +257,7 @@ def _plan_calls(
     calls = [_shape(layout.segments, group, window) for group in groups]
     shapes = [shape for shape, _, _ in calls]
     queries: Tensor | None = None
-    keys: Tensor | None = layout.keys_K if layout.shared else None
+    keys: Tensor | None = layout.keys_K if layout.shares_tokens else None
     place_T: Tensor | None = None
     call_indices: list[Any] = groups  # of queries and keys; read only where rows of different lengths share a call
     if len(groups) < len(layout.segments):

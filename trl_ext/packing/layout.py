@@ -91,7 +91,7 @@ class Layout:
         self.segments = [
             Segment(len(list(equal_rows)), queries, keys) for (queries, keys), equal_rows in itertools.groupby(lengths)
         ]
-        self.shared = any(queries != keys for queries, keys in lengths)
+        self.shares_tokens = any(queries != keys for queries, keys in lengths)
         self.longest_query, self.longest_key = (max(x) for x in zip(*lengths, strict=True))
         self.tokens, keys = (sum(x) for x in zip(*lengths, strict=True))
         scored_BS = np.zeros(ids_BS.shape, bool) if scored_BS is None else scored_BS
@@ -106,9 +106,9 @@ class Layout:
         t = 0
         k = 0
         for (i, first, common, length), path in zip(self._rows, self._paths(), strict=True):
-            added = slice(t, t + length - common)  # the row's tokens that it does not share with the previous row
-            ids_T[added] = rows[i][common:]
-            position_T[added] = np.arange(start_B[i] + common, start_B[i] + length)
+            new_tokens = slice(t, t + length - common)  # the row's tokens that it does not share with the previous row
+            ids_T[new_tokens] = rows[i][common:]
+            position_T[new_tokens] = np.arange(start_B[i] + common, start_B[i] + length)
             if length > common:
                 keys_K[k : k + length] = path
                 k += length
@@ -117,7 +117,7 @@ class Layout:
             row_N[scored] = i
             column_N[scored] = columns
             at_N[scored] = path[columns - first]
-            t = added.stop
+            t = new_tokens.stop
         same_T = np.empty(self.tokens, np.int64)
         same_T[at_N] = np.arange(len(at_N))
         same_N[:] = same_T[at_N]

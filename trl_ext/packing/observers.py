@@ -216,31 +216,31 @@ class _Reader:
         arguments = node.args
         parameters = [x.arg for x in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)]
         parameters += [x.arg for x in (arguments.vararg, arguments.kwarg) if x is not None]
-        own: dict[str, Any] = {}
+        bound_values: dict[str, Any] = {}
         if isinstance(function, MethodType) and parameters:
-            own[parameters[0]] = function.__self__
+            bound_values[parameters[0]] = function.__self__
         if is_hook:  # called without the parameters that have a default
             defaults = plain.__defaults__ or ()
             names = [x.arg for x in (*arguments.posonlyargs, *arguments.args)]
-            own |= dict(zip(names[len(names) - len(defaults) :], defaults, strict=True))
-            own |= plain.__kwdefaults__ or {}
-            own = {name: x for name, x in own.items() if x is not None}
-        self._values |= own
+            bound_values |= dict(zip(names[len(names) - len(defaults) :], defaults, strict=True))
+            bound_values |= plain.__kwdefaults__ or {}
+            bound_values = {name: x for name, x in bound_values.items() if x is not None}
+        self._values |= bound_values
         # Variables of the function -> what they are
-        self._kinds = {name: _GIVEN for name in parameters if name not in own}
+        self._kinds = {name: _GIVEN for name in parameters if name not in bound_values}
         parts = list(ast.walk(node))
         self._outer = {name for x in parts if isinstance(x, ast.Nonlocal | ast.Global) for name in x.names}
-        stored = {x.id for x in parts if isinstance(x, ast.Name) and isinstance(x.ctx, ast.Store)} - self._outer
-        self._kinds = dict.fromkeys(stored, _NONE) | self._kinds
+        stored_names = {x.id for x in parts if isinstance(x, ast.Name) and isinstance(x.ctx, ast.Store)} - self._outer
+        self._kinds = dict.fromkeys(stored_names, _NONE) | self._kinds
         # Names, attributes and containers outside of the function -> the highest kind that it stores there
-        self._stored: dict[str, int] = {}
+        self._stored_kinds: dict[str, int] = {}
         self._result = _NONE
 
     def kind_of_result(self) -> int:
         """Read until the kinds of all variables are known: each round can only raise them."""
         before = None
-        while before != (self._kinds, self._stored):
-            before = dict(self._kinds), dict(self._stored)
+        while before != (self._kinds, self._stored_kinds):
+            before = dict(self._kinds), dict(self._stored_kinds)
             if isinstance(self._node, ast.Lambda):
                 self._result = self._kind(self._node.body)
             else:
@@ -315,7 +315,7 @@ class _Reader:
         # A tensor with a gradient may become a part of the loss
         if kind > _DETACHED:
             raise _MayChangeError
-        self._stored[place] = max(self._stored.get(place, _NONE), kind)
+        self._stored_kinds[place] = max(self._stored_kinds.get(place, _NONE), kind)
 
     def _place(self, target: ast.expr) -> str:
         """Return a name for a variable outside of the function, an entry of a container there, or an attribute."""
@@ -352,7 +352,7 @@ class _Reader:
             return
         elif not isinstance(value, _NUMBERS):
             raise _MayChangeError
-        if self._stored[place] > _NUMBER:
+        if self._stored_kinds[place] > _NUMBER:
             raise _MayChangeError
 
     # 2. Expressions
@@ -485,7 +485,7 @@ class _Reader:
 
 def _attribute(owner: Any, name: str) -> Any:
     """Return an attribute, without running code of properties."""
-    found = inspect.getattr_static(owner, name, _UNKNOWN)
-    if isinstance(found, FunctionType) and not isinstance(owner, type | ModuleType):
-        return MethodType(found, owner)
-    return found
+    value = inspect.getattr_static(owner, name, _UNKNOWN)
+    if isinstance(value, FunctionType) and not isinstance(owner, type | ModuleType):
+        return MethodType(value, owner)
+    return value

@@ -283,9 +283,9 @@ def _rate_names(part: type) -> tuple[str, ...]:
     """Return the names of rates that the class's forward reads from a `config`."""
     names = set()
     for function in _functions_of_forward(part):
-        for read, then in pairwise(get_instructions(function.__code__)):
-            name = then.argval
-            if read.argval == "config" and isinstance(name, str) and _names_rate(name):
+        for instruction, following in pairwise(get_instructions(function.__code__)):
+            name = following.argval
+            if instruction.argval == "config" and isinstance(name, str) and _names_rate(name):
                 names.add(name)
     return tuple(sorted(names))
 
@@ -329,8 +329,8 @@ def _functions_of_forward(part: type) -> tuple[FunctionType, ...]:
         names = _names(function.__code__)
         waiting += [_plain_function(getattr(part, name, None)) for name in names if not name.startswith("__")]
         if not is_known(function.__module__):
-            read = (x for x in _read_by(function) if isinstance(x, FunctionType))
-            waiting += [_plain_function(x) for x in read if not is_known(x.__module__)]
+            named_functions = (x for x in _read_by(function) if isinstance(x, FunctionType))
+            waiting += [_plain_function(x) for x in named_functions if not is_known(x.__module__)]
     return tuple(functions)
 
 

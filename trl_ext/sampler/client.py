@@ -212,12 +212,12 @@ def _of_size(most: int, named_params: Iterator[tuple[str, Tensor]]) -> Iterator[
     tensors: dict[str, Tensor] = {}
     size = 0
     for name, param in named_params:
-        added = param.numel() * param.element_size()
-        if tensors and size + added > most:
+        param_bytes = param.numel() * param.element_size()
+        if tensors and size + param_bytes > most:
             yield tensors
             tensors = {}
             size = 0
         tensors[name] = on_host(param)
-        size += added
+        size += param_bytes
     if tensors:
         yield tensors

@@ -54,8 +54,8 @@ class EngineGeneration(VLLMGeneration):
             super()._init_vllm()
         if self.mode == "colocate" and self.engine_args.get("enable_lora"):
             reason = self.merged_reason(self.llm.llm_engine.vllm_config.lora_config.max_lora_rank)
-            if reason is None and (other := self._differing_base()):
-                reason = f"the base model on disk, which vLLM reads, is not the policy's (`{other[0]}`)"
+            if reason is None and (differing_weight := self._differing_base()):
+                reason = f"the base model on disk, which vLLM reads, is not the policy's (`{differing_weight[0]}`)"
             if reason is None:
                 self._adapters = tempfile.TemporaryDirectory(prefix="trl_ext-")
             elif self.accelerator.is_main_process:
@@ -179,16 +179,16 @@ class EngineGeneration(VLLMGeneration):
             merges["merge_adapter"] = lambda: [x.merge() for x in other_layers]
             merges["unmerge_adapter"] = lambda: [x.unmerge() for x in other_layers]
         merged_layer = ""
-        merged: dict[str, Tensor] = {}
+        merged_params: dict[str, Tensor] = {}
         with replaced(self.model, **merges):
             for name, param in super()._iter_named_params():
                 module, _, kind = name.rpartition(".")
                 if module in copied_layers and module != merged_layer:
                     merged_layer = module
-                    merged = _merged(copied_layers[module])
-                sent = merged[kind] if module in copied_layers else param
-                self.bytes_sent += sent.numel() * sent.element_size()
-                yield name, sent
+                    merged_params = _merged(copied_layers[module])
+                sent_param = merged_params[kind] if module in copied_layers else param
+                self.bytes_sent += sent_param.numel() * sent_param.element_size()
+                yield name, sent_param
 
     def _layers(self) -> tuple[dict[str, Any], list[Any]]:
         """Return the adapter's layers that merge into copies, by their names in vLLM, and those that cannot."""
@@ -222,12 +222,12 @@ def _merged(layer: Any) -> dict[str, Tensor]:
         for param, data in before.values():
             param.data = data.clone()
         layer.merge()
-        merged = {name: param.data.clone() for name, (param, _) in before.items()}
+        merged_params = {name: param.data.clone() for name, (param, _) in before.items()}
         layer.unmerge()
     finally:
         for param, data in before.values():
             param.data = data
-    return merged
+    return merged_params
 
 
 class _EngineWeights:

@@ -23,7 +23,7 @@ class SamplingMaskRecorder:
         self._entries: list[Tensor] = []
         self._steps = 0
         self._lengths: list[int] = []
-        self.missing = 0.0  # the largest probability of a step's allowed tokens that vLLM did not return
+        self.missing_probability = 0.0  # the largest probability of a step's allowed tokens that vLLM did not return
 
     def record(self, _: Tensor, scores_BV: Tensor) -> Tensor:
         """Note the finite scores of one step of transformers' `generate`; waits for the device. Returns the scores."""
@@ -53,10 +53,11 @@ class SamplingMaskRecorder:
                 pairs = dict(zip(token_ids[completion][step], log_probs[completion][step], strict=True))
                 sampled[-1].append([pairs[token]])
                 # vLLM gives -inf to the other tokens, and its server a number below -1000
-                allowed = {id_: x for id_, x in pairs.items() if x is not None and x > -1000.0}
-                entries += [(completion, step, id_) for id_ in allowed]
-                if allowed:
-                    self.missing = max(self.missing, 1.0 - sum(map(math.exp, allowed.values())))
+                allowed_tokens = {id_: x for id_, x in pairs.items() if x is not None and x > -1000.0}
+                entries += [(completion, step, id_) for id_ in allowed_tokens]
+                if allowed_tokens:
+                    missing_probability = 1.0 - sum(map(math.exp, allowed_tokens.values()))
+                    self.missing_probability = max(self.missing_probability, missing_probability)
         self._entries.append(torch.tensor(entries, dtype=torch.int32).view(-1, 3))
         self.record_completions(completion_ids)
         return prompt_ids, completion_ids, sampled, [[[token] for token in ids] for ids in completion_ids]
@@ -88,8 +89,8 @@ def log_probs_to_ask(top_k: int, most: int) -> int:
 
 def warn_of_missing(mask: SamplingMaskRecorder, top_k: int) -> None:
     """Warn if vLLM kept more tokens than it returned log-probs for."""
-    if mask.missing > 1e-3:
+    if mask.missing_probability > 1e-3:
         logger.warning(
             f"`top_k={top_k}` kept more tokens than vLLM returned log-probs for, because logits tie: up to "
-            f"{mask.missing:.1%} of a step's probability is missing. Raise vLLM's `max_logprobs`."
+            f"{mask.missing_probability:.1%} of a step's probability is missing. Raise vLLM's `max_logprobs`."
         )

@@ -311,7 +311,7 @@ class ScoringForward:
             scores = self._score(hidden_NH, head, targets_N, outputs, classes)
         else:
             scores = self._score_shard(hidden_TH, at_N, shard, head, targets_N, outputs, classes)
-        if layout.shared and scores.entropy is not None:
+        if layout.shares_tokens and scores.entropy is not None:
             # Rows that share a token may differ in its entropy, because rounding depends on the target. TRL compares
             # entropies (`top_entropy_quantile`)
             scores = scores._replace(entropy=scores.entropy[layout.same_N.to(targets_N.device)])

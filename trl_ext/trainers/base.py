@@ -146,7 +146,7 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
             next_of(self).__init__(**arguments)
         self._ready(arguments.get("callbacks"))
 
-    def _check(self, given: dict[str, Any], config: Any) -> dict[str, Any]:
+    def _check(self, arguments: dict[str, Any], config: Any) -> dict[str, Any]:
         """Check what only this trainer takes, and create its parts. Returns names of TRL's module to replace."""
         return {}
 
@@ -182,11 +182,11 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
         if self.is_deepspeed_enabled:
             check_deepspeed()
         self._checkpoints.hide_optimizer()
-        joined = self._ranks.join(self.accelerator, self.model, splits_rows=self._splits_rows)
-        if joined is not self.accelerator:
-            self.accelerator = joined
+        joined_accelerator = self._ranks.join(self.accelerator, self.model, splits_rows=self._splits_rows)
+        if joined_accelerator is not self.accelerator:
+            self.accelerator = joined_accelerator
             self.gather_function = partial(
-                joined.gather_for_metrics, use_gather_object=self.args.eval_use_gather_object
+                joined_accelerator.gather_for_metrics, use_gather_object=self.args.eval_use_gather_object
             )
         self.check_engine()
         self._on_accelerator()
@@ -376,9 +376,9 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
         plan = vars(self).get("plan") or self._make_plan()
         sources = self._requested.sources
         source = f" Requested by {' and '.join(sources)}." if sources else ""
-        running = detect_engine(self.accelerator, self.model)
-        is_alone = running.name == "one process" and not sources
-        engine = Decision("engine", "run", f"{running}.{source}", routine=is_alone)
+        running_engine = detect_engine(self.accelerator, self.model)
+        is_alone = running_engine.name == "one process" and not sources
+        engine = Decision("engine", "run", f"{running_engine}.{source}", routine=is_alone)
         packing = self._packing_plan().decision
         head = Decision("head", "run", *self._head())
         if self._scored_elsewhere is not None:

@@ -272,10 +272,10 @@ class Checkpoints:
         ]
 
 
-def _config_class(saved: Path) -> str | None:
+def _config_class(args_file: Path) -> str | None:
     """Return the name of a saved object's class; `None` if it is neither TRL's nor ours. Does not unpickle it."""
     try:
-        with zipfile.ZipFile(saved) as archive:
+        with zipfile.ZipFile(args_file) as archive:
             pickled = archive.read(next(x for x in archive.namelist() if x.endswith("data.pkl")))
     except (OSError, StopIteration, zipfile.BadZipFile):
         return None
@@ -314,11 +314,11 @@ def _checkpoint_to_resume(requested: str | bool, run: Path) -> str | None:
             show(f'`resume_from_checkpoint="auto"`: training resumes from {last}.')
         return str(last)
     names = f"; incomplete: {', '.join(path.name for path in interrupted)}" if interrupted else ""
-    none = f"no complete checkpoint is in `output_dir` ({run}{names})"
+    problem = f"no complete checkpoint is in `output_dir` ({run}{names})"
     if meaning == "auto":
-        show(f'`resume_from_checkpoint="auto"`: {none}. Training starts from the beginning.')
+        show(f'`resume_from_checkpoint="auto"`: {problem}. Training starts from the beginning.')
         return None
     raise ValueError(
-        f"`resume_from_checkpoint=True`, but {none}. Leave it off to start from the beginning, or pass "
+        f"`resume_from_checkpoint=True`, but {problem}. Leave it off to start from the beginning, or pass "
         '`"auto"` to do so only if there is no checkpoint.'
     )

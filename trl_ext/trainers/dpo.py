@@ -53,7 +53,7 @@ class DPOTrainer(ExactTrainer, trl.DPOTrainer):
     _source: DPOReference
     _reference_log_probs: Tensor | None = None  # of the last loss
 
-    def _check(self, given: dict[str, Any], config: Any) -> dict[str, Any]:
+    def _check(self, arguments: dict[str, Any], config: Any) -> dict[str, Any]:
         self._source = DPOReference(self, self._ranks, self._scorer, self._reference_weights)
         self._part_training = PartTraining(self, self._ranks)
         self._dpo_metrics = DPOMetrics(self, self._ranks, self._scorer, self._balance)
@@ -154,7 +154,7 @@ class DPOTrainer(ExactTrainer, trl.DPOTrainer):
             self._policy_scored(return_outputs=return_outputs),
             self._non_finite.recorded(model) as policy_forwards,
             # As TRL logs as many micro-batches
-            logged_times(self._metrics[mode], self._dpo_batches.merged if mode == "train" else 1),
+            logged_times(self._metrics[mode], self._dpo_batches.merged_micro_batches if mode == "train" else 1),
         ):
             loss = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         if not return_outputs:
@@ -212,8 +212,8 @@ class DPOTrainer(ExactTrainer, trl.DPOTrainer):
         for name, weight, sums_2B in terms.bounded:
             bounded_inputs = loss_inputs.with_reference_sums(sums_2B)
             loss = loss + self._trl_loss(bounded_inputs, [(name, weight)], defaultdict(list), router_loss=False)
-        if terms.added:
-            loss = self._dpo_terms.add(loss, terms.added, loss_inputs, rank_metrics)
+        if terms.added_terms:
+            loss = self._dpo_terms.add(loss, terms.added_terms, loss_inputs, rank_metrics)
         return (loss, result[1]) if return_outputs else loss
 
     def _trl_loss(
@@ -253,7 +253,7 @@ class DPOTrainer(ExactTrainer, trl.DPOTrainer):
             # Only now it is known that a term overflows. That code runs again, on finished scores
             loss = self._loss(loss_inputs, defaultdict(list))
         else:
-            loss = self._dpo_terms.add(result[0] if return_outputs else result, terms.added, loss_inputs, None)
+            loss = self._dpo_terms.add(result[0] if return_outputs else result, terms.added_terms, loss_inputs, None)
         return (loss, result[1]) if return_outputs else loss
 
 

@@ -37,7 +37,7 @@ class DPOBatches:
         self.balance = balance
         self.metrics = metrics
         self.part_training = part_training
-        self.merged = 1  # how many micro-batches of TRL's the last one of the optimizer step stands for
+        self.merged_micro_batches = 1  # how many micro-batches of TRL's the last one of the optimizer step stands for
 
     def rearranged(self, samples: list[Any]) -> list[Any]:
         """Return the micro-batches of an optimizer step, with pairs of all ranks, in as few as the plan allows.
@@ -46,7 +46,7 @@ class DPOBatches:
         """
         plan = self.trainer.plan
         self.part_training.divides_loss = True
-        self.merged = 1
+        self.merged_micro_batches = 1
         if not samples or not (plan.balances or plan.merges):
             return samples
         count = len(samples)
@@ -62,7 +62,7 @@ class DPOBatches:
             self.metrics.record_balance()
         if plan.merges:
             self.part_training.divides_loss = False
-            self.merged = count
+            self.merged_micro_batches = count
             merged_batch = _batch(pairs, columns)
             without_rows = {name: x[:0] for name, x in merged_batch.items()}
             return [without_rows] * (count - 1) + [merged_batch]

@@ -52,7 +52,7 @@ class LossTerms:
 
     of_trl: Terms
     bounded: list[tuple[str, float, Tensor]]  # TRL's that overflow, with sums of the reference, `(2, B)`, that do not
-    added: Terms  # which TRL lacks; with "sft" its label smoothing
+    added_terms: Terms  # which TRL lacks; with "sft" its label smoothing
 
 
 class Trainer(internals.DPOInternals, Protocol):
@@ -108,9 +108,10 @@ class DPOTerms:
         return list(zip(self.trainer.loss_types, self.trainer.loss_weights, strict=True))
 
     def _added(self) -> Terms:
-        added = [(name, weight) for name, weight in self._weights() if name in PREFERENCE_LOSSES]
-        smoothed = [(name, weight) for name, weight in self._weights() if name == "sft"]
-        return [*added, *smoothed] if smoothed and self.options.sft_label_smoothing else added
+        added_terms = [(name, weight) for name, weight in self._weights() if name in PREFERENCE_LOSSES]
+        if self.options.sft_label_smoothing:
+            added_terms += [(name, weight) for name, weight in self._weights() if name == "sft"]
+        return added_terms
 
     def _exponentials(self) -> dict[str, PairExponential]:
         trainer = self.trainer
@@ -134,12 +135,14 @@ class DPOTerms:
             return torch.stack([batch["ref_chosen_logps"], batch["ref_rejected_logps"]])
         return internals.completion_sums(self.trainer, loss_inputs.reference, loss_inputs.batch)
 
-    def add(self, loss: Any, added: Terms, loss_inputs: LossInputs, rank_metrics: dict[str, list[float]] | None) -> Any:
+    def add(
+        self, loss: Any, added_terms: Terms, loss_inputs: LossInputs, rank_metrics: dict[str, list[float]] | None
+    ) -> Any:
         """Return TRL's loss plus the terms that TRL lacks, and log their metrics, perhaps in `rank_metrics`."""
-        preferences = [(name, weight) for name, weight in added if name in PREFERENCE_LOSSES]
+        preferences = [(name, weight) for name, weight in added_terms if name in PREFERENCE_LOSSES]
         if preferences:
             loss = loss + self._of_preferences(preferences, loss_inputs, rank_metrics)
-        for name, weight in added:
+        for name, weight in added_terms:
             if name == "sft":
                 loss = loss + weight * self._of_smoothing(loss_inputs)
         return loss

@@ -52,7 +52,7 @@ class GenerationCheckpoints:
         if args.save_only_model:
             return
         slices = self.buffer.mid_cycle_slices()
-        saved = SavedGeneration(
+        saved_generation = SavedGeneration(
             micro_batch=self.buffer.trained,
             sampled_at_step=sampled_at_step,
             further_prompts=further_prompts,
@@ -61,10 +61,10 @@ class GenerationCheckpoints:
             lost=lost if slices is not None else None,
         )
         try:
-            write_generation(folder, args.process_index, saved)
+            write_generation(folder, args.process_index, saved_generation)
         except TypeError as error:
             lost = f"they cannot be saved: {error}"
-            write_generation(folder, args.process_index, replace(saved, slices=None, lost=lost))
+            write_generation(folder, args.process_index, replace(saved_generation, slices=None, lost=lost))
 
     def read(self, folder: Path, options: dict[str, int] | None = None) -> SavedGeneration | None:
         """Return this rank's part of a checkpoint; `None`, after a warning if completions are lost, if it is unusable.
@@ -73,7 +73,7 @@ class GenerationCheckpoints:
         """
         trainer = self.trainer
         args = trainer.args
-        saved = read_generation(folder, args.process_index, trainer.accelerator.device)
+        saved_generation = read_generation(folder, args.process_index, trainer.accelerator.device)
         epochs, micro_batch = position_in_data(
             trainer.state.global_step,
             args.gradient_accumulation_steps,
@@ -81,15 +81,17 @@ class GenerationCheckpoints:
             epoch_begins_again=args.ignore_data_skip,
         )
         self.buffer.draw_orders_of(epochs)
-        lost_reason = self._lost_reason(saved, options)
+        lost_reason = self._lost_reason(saved_generation, options)
         # Generation runs collectives, so all ranks continue with their completions, or all sample new ones
         is_lost = torch.tensor(int(lost_reason is not None), device=self.ranks.device)
         losing_ranks = int(self.ranks.world.reduce(is_lost, "sum"))
-        if saved is not None and not losing_ranks:
-            self.buffer.continue_at(saved.micro_batch, saved.slices)
-            return saved
+        if saved_generation is not None and not losing_ranks:
+            self.buffer.continue_at(saved_generation.micro_batch, saved_generation.slices)
+            return saved_generation
         self.buffer.continue_at(micro_batch, None)
-        had_completions = saved is not None and not (saved.slices is None and saved.lost is None)
+        had_completions = saved_generation is not None and (
+            saved_generation.slices is not None or saved_generation.lost is not None
+        )
         if (had_completions and not args.ignore_data_skip) or self.buffer.in_mid_cycle:
             logger.warning(
                 "Training resumes between two generations, but the completions that were not yet trained on are "
@@ -110,13 +112,13 @@ class GenerationCheckpoints:
             "KL term (beta is not 0)": int(self.trainer.beta != 0.0),
         }
 
-    def _lost_reason(self, saved: SavedGeneration | None, options: dict[str, int] | None) -> str | None:
+    def _lost_reason(self, saved_generation: SavedGeneration | None, options: dict[str, int] | None) -> str | None:
         if self.trainer.args.ignore_data_skip:
             return "with `ignore_data_skip` the epoch starts again"
-        if saved is None:
+        if saved_generation is None:
             return "the checkpoint lacks them, for example because stock TRL wrote it, or `save_only_model` was set"
         now = self._schedule(options)
-        before = saved.schedule
+        before = saved_generation.schedule
         names = [x for x in {**now, **before} if now.get(x) != before.get(x)]
-        changed = [f"{x} was {before.get(x, 0)} and is {now.get(x, 0)}" for x in names]
-        return saved.lost if not changed else "; ".join(changed)
+        changes = [f"{x} was {before.get(x, 0)} and is {now.get(x, 0)}" for x in names]
+        return saved_generation.lost if not changes else "; ".join(changes)

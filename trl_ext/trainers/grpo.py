@@ -48,16 +48,16 @@ class GRPOTrainer(ExactTrainer, trl.GRPOTrainer):
     _config_class = trl.GRPOConfig
     _added_fields = AddedGRPOFields
 
-    def _check(self, given: dict[str, Any], config: Any) -> dict[str, Any]:
+    def _check(self, arguments: dict[str, Any], config: Any) -> dict[str, Any]:
         if not self._replaces("rewards"):
             check_rewards(
-                given,
+                arguments,
                 config,
-                has_environments=given.get("environment_factory") is not None,
-                columns_are_added=given.get("rollout_func") is not None or self._replaces("rollouts"),
+                has_environments=arguments.get("environment_factory") is not None,
+                columns_are_added=arguments.get("rollout_func") is not None or self._replaces("rollouts"),
             )
         if config is not None:
-            own_generation = given.get("rollout_func") is not None or self._replaces("generation")
+            own_generation = arguments.get("rollout_func") is not None or self._replaces("generation")
             check_grpo_arguments(
                 config,
                 own_loss=self._replaces("loss"),
@@ -66,7 +66,7 @@ class GRPOTrainer(ExactTrainer, trl.GRPOTrainer):
             )
             if not own_generation:
                 check_generation(config)
-            has_tools = bool(given.get("tools") or given.get("environment_factory")) and not own_generation
+            has_tools = bool(arguments.get("tools") or arguments.get("environment_factory")) and not own_generation
             check_has_length(config, has_tools=has_tools, own_loss=self._replaces("loss"))
         self._buffer = internals.Buffer(self)
         self._part_training = PartTraining(self, self._ranks)

@@ -195,10 +195,10 @@ class GRPOGeneration:
         first = accelerator.process_index * rows // size
         return [dict(prompt) for prompt in prompts[first : first + rows // size] for _ in range(size)]
 
-    def _further_after(self, taken: int) -> FurtherPrompts:
+    def _further_after(self, taken_prompts: int) -> FurtherPrompts:
         trainer = self.trainer
         rows = self.buffer.training_rows()
-        return FurtherPrompts(rows, shuffle=trainer.shuffle_dataset, seed=trainer.args.seed + 1, taken=taken)
+        return FurtherPrompts(rows, shuffle=trainer.shuffle_dataset, seed=trainer.args.seed + 1, taken=taken_prompts)
 
     def reorder(self, batch: dict[str, Any]) -> dict[str, Any]:
         """Reorder the rows of a batch that TRL has shuffled, within each optimizer step.
@@ -231,7 +231,7 @@ class GRPOGeneration:
         def column(key: str) -> Column:
             side = "prompt" if key.startswith("prompt_") else "completion"
             multiple = self.trainer.args.pad_to_multiple_of or 1
-            return Column(fills.get(key, 0), left=side == "prompt", width=side, multiple=multiple)
+            return Column(fills.get(key, 0), pads_left=side == "prompt", width=side, multiple=multiple)
 
         keys = ("prompt_ids", "prompt_mask", "kept_counts", *TOKEN_KEYS)
         return {key: column(key) for key in keys} | {"kept_ids": Column(fills["kept_ids"])}
@@ -261,13 +261,15 @@ class GRPOGeneration:
         return {name: 1 for name, is_on in on.items() if is_on}
 
     def resume(self, folder: Path) -> None:
-        saved = self._checkpoints.read(folder, self._schedule())
-        if saved is None:
+        saved_generation = self._checkpoints.read(folder, self._schedule())
+        if saved_generation is None:
             return
-        slices = None if saved.slices is None else [with_old_policy_mask(batch) for batch in saved.slices]
-        self.buffer.continue_at(saved.micro_batch, slices)
-        self.buffer.sampled_at_step = saved.sampled_at_step
-        self._further = self._further_after(saved.further_prompts)
+        slices = saved_generation.slices
+        if slices is not None:
+            slices = [with_old_policy_mask(batch) for batch in slices]
+        self.buffer.continue_at(saved_generation.micro_batch, slices)
+        self.buffer.sampled_at_step = saved_generation.sampled_at_step
+        self._further = self._further_after(saved_generation.further_prompts)
 
 
 def sampling_values(args: Any) -> dict[str, float]:

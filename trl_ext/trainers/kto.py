@@ -99,7 +99,7 @@ class KTOTrainer(ExactTrainer, trl.KTOTrainer):
     _source: KTOReference
     _reference_sums: torch.Tensor | None = None  # of the last loss
 
-    def _check(self, given: dict[str, Any], config: Any) -> dict[str, Any]:
+    def _check(self, arguments: dict[str, Any], config: Any) -> dict[str, Any]:
         if config is not None:
             check_kto_arguments(config, own_loss=self._replaces("loss"))
         self._source = KTOReference(self, self._ranks, self._scorer, self._reference_weights)

@@ -400,10 +400,10 @@ class ReferenceSource:
         model = internals.made_as_reference(self.host, load)
         host.ref_model = model
         host._attach_model(model)
-        same = self._identify() == self._identity
-        if same:
+        is_same_model = self._identify() == self._identity
+        if is_same_model:
             host.ref_model = self.ranks.accelerator.prepare_model(model, evaluation_mode=True)
-        if not same or self.stored.difference(self.run_pass, self.ranks.device) is not None:
+        if not is_same_model or self.stored.difference(self.run_pass, self.ranks.device) is not None:
             host.ref_model = None
             raise ValueError(
                 "The reference model was freed after it had scored every sequence. New sequences need it, but "
@@ -416,9 +416,9 @@ class ReferenceSource:
         if self.host.plan.source != "store":
             return False
         evaluates, columns = self.host.args.eval_strategy != "no", self.with_columns
-        needed = [x for name, x in self.datasets() if not columns[name] and (evaluates or name == "train_dataset")]
+        datasets = [x for name, x in self.datasets() if not columns[name] and (evaluates or name == "train_dataset")]
         with preserve_random_state():
-            has_all = all(isinstance(dataset, Dataset) and self._holds(dataset) for dataset in needed)
+            has_all = all(isinstance(dataset, Dataset) and self._holds(dataset) for dataset in datasets)
         return all(count[0] for count in self.ranks.gather_counts([int(has_all)]))
 
     def _holds(self, dataset: Dataset) -> bool:

@@ -76,11 +76,11 @@ class ReferenceOfPolicy:
             _check_synced(policy, model)
         if self._device is None:
             return
-        shared = ReferenceWeights(model).shares_with(self.trainer.model, trained=False)
-        if shared:
+        shared_name = ReferenceWeights(model).shares_with(self.trainer.model, trained=False)
+        if shared_name:
             raise ValueError(
                 "`reference_device='cpu'` moves the reference's weights to the host, but the policy shares them "
-                f"(`{shared}`). Leave it unset, or load a separate `ref_model`."
+                f"(`{shared_name}`). Leave it unset, or load a separate `ref_model`."
             )
         check_supported(model)
         HostedReference(model, self.trainer.accelerator.device)
@@ -173,8 +173,8 @@ class ReferenceOfPolicy:
             )
         if folder is None or synced is None:
             return
-        loaded = not self._is_partitioned() and load_weights(dict(synced.named_parameters()), folder)
-        if not loaded and not is_finished:
+        has_loaded = not self._is_partitioned() and load_weights(dict(synced.named_parameters()), folder)
+        if not has_loaded and not is_finished:
             logger.warning(
                 f"{folder} has no weights of the reference, which `sync_ref_model` updates: it was written by stock "
                 "TRL, under ZeRO-3, or with `save_only_model`. The reference starts from its initial weights, so the "

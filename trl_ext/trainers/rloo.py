@@ -41,9 +41,9 @@ class RLOOTrainer(ExactTrainer, trl.RLOOTrainer):
     _config_class = trl.RLOOConfig
     _added_fields = AddedGroupFields
 
-    def _check(self, given: dict[str, Any], config: Any) -> dict[str, Any]:
+    def _check(self, arguments: dict[str, Any], config: Any) -> dict[str, Any]:
         if not self._replaces("rewards"):
-            check_rewards(given, config, has_environments=False, columns_are_added=self._replaces("rollouts"))
+            check_rewards(arguments, config, has_environments=False, columns_are_added=self._replaces("rollouts"))
         if config is not None:
             check_rloo_arguments(
                 config,

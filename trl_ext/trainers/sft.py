@@ -46,8 +46,8 @@ class SFTTrainer(ExactTrainer, trl.SFTTrainer):
     _added_fields = AddedFields
     _splits_rows = False
 
-    def _check(self, given: dict[str, Any], config: Any) -> dict[str, Any]:
-        self._makes_labels = given.get("data_collator") is not None
+    def _check(self, arguments: dict[str, Any], config: Any) -> dict[str, Any]:
+        self._makes_labels = arguments.get("data_collator") is not None
         if config is not None:
             check_sft_arguments(config, own_loss=self._replaces("loss"))
         if self._packed_by_trl(config):
