@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from peft import PromptTuningConfig, get_peft_model
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecoderLayer, LlamaModel
 
 from packing_batches import EXAMPLES, Batch, dpo_example, grpo, grpo_example, tokens_needed
-from packing_models import attach, build, fresh
+from packing_models import FAMILIES, attach, build, fresh
 from packing_runs import Seen, assert_same, see
 from tiny import lora_config
 from token_counts import as_of_a_library
@@ -44,12 +45,6 @@ def of(config: type, **changes: Any) -> Callable[[], t.PreTrainedConfig]:
     return lambda: config(**{**SHAPE, **changes})
 
 
-def vision() -> t.PreTrainedConfig:
-    text = {**SHAPE, "rope_parameters": {"type": "default", "mrope_section": [1, 1, 2]}, "tie_word_embeddings": False}
-    sight = {"depth": 1, "embed_dim": 32, "hidden_size": 32, "num_heads": 4, "patch_size": 4}
-    return t.Qwen2VLConfig(text_config=text, vision_config=sight)
-
-
 # Models that the class or the config rules out, with a word of the reason
 KNOWN: dict[str, tuple[Callable[[], t.PreTrainedConfig], str]] = {
     "qwen3_next": (of(t.Qwen3NextConfig, **EXPERTS, **LINEAR, shared_expert_intermediate_size=24), "state"),
@@ -67,7 +62,6 @@ KNOWN: dict[str, tuple[Callable[[], t.PreTrainedConfig], str]] = {
     "bloom": (lambda: t.BloomConfig(vocab_size=97, hidden_size=32, n_layer=2, n_head=4), "interface"),
     "gptj": (lambda: t.GPTJConfig(vocab_size=97, n_embd=32, n_layer=2, n_head=4, rotary_dim=4), "interface"),
     "bidirectional": (of(t.Gemma3TextConfig, use_bidirectional_attention=True, sliding_window=8), "causal"),
-    "vision-language": (vision, "text"),
 }
 EAGER_ONLY = dict.fromkeys(("mamba", "bloom", "gptj"), "eager")
 
@@ -151,13 +145,7 @@ def warned(caplog: pytest.LogCaptureFixture) -> list[str]:
 def test_models_that_are_known_to_need_padding_stay_padded(name: str, caplog: pytest.LogCaptureFixture) -> None:
     config, word = KNOWN[name]
 
-    def made() -> Any:
-        if name == "vision-language":
-            torch.manual_seed(0)
-            return t.Qwen2VLForConditionalGeneration(config())
-        return fresh(config(), attention=EAGER_ONLY.get(name, "sdpa"))
-
-    ours, padded = made(), made()
+    ours, padded = (fresh(config(), attention=EAGER_ONLY.get(name, "sdpa")) for _ in range(2))
     scoring = checked(ours)
     checked(padded, padding_free=False)
     assert scoring.packing.padded_reason is not None
@@ -167,6 +155,32 @@ def test_models_that_are_known_to_need_padding_stay_padded(name: str, caplog: py
         seen = see(ours, batch)
         assert seen.fed == batch.input_ids.numel()
         assert_same(seen, see(padded, batch), 0.0)
+
+
+def test_a_batch_with_an_image_stays_padded_and_one_of_text_is_packed(caplog: pytest.LogCaptureFixture) -> None:
+    """In either order, and the first batch is checked on text, as on ranks that have no image."""
+    placeholder = FAMILIES["gemma3-with-vision"].config().image_token_index
+    text = dpo_example()
+    text = replace(text, input_ids=text.input_ids.where(text.input_ids < placeholder - 2, 5))
+    row = (text.attention_mask[0] != 0).nonzero()[:4, 0]
+    ids = text.input_ids.clone()
+    ids[0, row] = placeholder
+    image = {
+        "pixel_values": torch.randn(1, 3, 28, 28, generator=torch.Generator().manual_seed(0)),
+        "token_type_ids": torch.zeros_like(ids).index_put_((torch.zeros_like(row), row), torch.tensor(1)),
+    }
+    with_image = replace(text, input_ids=ids)
+    no_image = {"token_type_ids": torch.zeros_like(ids)}
+    ours, padded = build("gemma3-with-vision"), build("gemma3-with-vision")
+    scoring = checked(ours)
+    checked(padded, padding_free=False)
+    for batch, inputs in ((with_image, image), (text, no_image), (with_image, image), (text, {})):
+        seen, in_padding = see(ours, batch, **inputs), see(padded, batch, **{**no_image, **inputs})
+        is_text = batch is text
+        assert scoring.packing.checked
+        assert seen.fed == (tokens_needed(text) if is_text else ids.numel())
+        assert_same(seen, in_padding, 1e-5 if is_text else 0.0)
+    assert warned(caplog) == ["A batch is not packed: it has the additional input `pixel_values`."]
 
 
 @pytest.mark.parametrize("first", ["grpo", pytest.param("dpo", marks=pytest.mark.slow), "one row"])

@@ -58,7 +58,7 @@ def scored(model: Any, batch: Batch) -> torch.Tensor:
 def gradients_of(model: Any, batch: Batch, rows: list[int]) -> dict[str, torch.Tensor]:
     model.zero_grad(set_to_none=True)
     model(**batch.inputs, fused_lm_head=True).log_probs[rows].sum().backward()
-    return {name: x.grad.clone() for name, x in model.named_parameters()}
+    return {name: x.grad.clone() for name, x in model.named_parameters() if x.grad is not None}
 
 
 def without_start(batch: Batch, row: int, start: int) -> torch.Tensor:

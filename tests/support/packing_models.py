@@ -37,6 +37,15 @@ _LATENT = {
     "num_key_value_heads": 4,
 }
 _QUERY_AND_VALUE = ("q_proj", "v_proj")
+_TEXT = {**_IDS, **_SHAPE, "head_dim": 8}
+_VISION = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "image_size": 28,
+    "patch_size": 14,
+}
 _MIXED = ["sliding_attention", "full_attention", "sliding_attention"]
 
 
@@ -61,6 +70,11 @@ class Family:
 
 def _of(config: type, **changes: Any) -> Callable[[], t.PreTrainedConfig]:
     return lambda: config(**{**_BASE, **changes})
+
+
+def _placeholders(*names: str) -> dict[str, int]:
+    """Return the last ids of the vocabulary, which stand for images."""
+    return {name: V - number for number, name in enumerate(names, 1)}
 
 
 FAMILIES: dict[str, Family] = {
@@ -146,6 +160,43 @@ FAMILIES: dict[str, Family] = {
         adapted=("q_b_proj", "kv_b_proj", "o_proj"),
     ),
     "smollm3": Family(_of(t.SmolLM3Config, no_rope_layer_interval=2)),
+    "gemma3-with-vision": Family(
+        lambda: t.Gemma3Config(
+            text_config={**_TEXT, "sliding_window": WINDOW, "query_pre_attn_scalar": 8},
+            vision_config=_VISION,
+            mm_tokens_per_image=4,
+            **_placeholders("image_token_index", "boi_token_index", "eoi_token_index"),
+        ),
+        adapted=_QUERY_AND_VALUE,
+    ),
+    "mistral3-with-vision": Family(
+        lambda: t.Mistral3Config(
+            text_config={**_TEXT, "model_type": "mistral"},
+            vision_config={**_VISION, "model_type": "pixtral"},
+            **_placeholders("image_token_index"),
+        ),
+        adapted=_QUERY_AND_VALUE,
+    ),
+    "qwen3_vl": Family(
+        lambda: t.Qwen3VLConfig(
+            text_config={
+                **_TEXT,
+                "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]},
+            },
+            vision_config={
+                "depth": 1,
+                "hidden_size": 32,
+                "intermediate_size": 48,
+                "num_heads": 4,
+                "patch_size": 4,
+                "out_hidden_size": 32,
+                "num_position_embeddings": 16,
+                "deepstack_visual_indexes": [0],
+            },
+            **_placeholders("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id"),
+        ),
+        adapted=_QUERY_AND_VALUE,
+    ),
 }
 
 
@@ -153,7 +204,9 @@ def fresh(config: t.PreTrainedConfig, attention: str = "sdpa", dtype: torch.dtyp
     """Make a model with random weights, the same on every call."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        model = t.AutoModelForCausalLM.from_config(
+        has_vision = config.get_text_config() is not config
+        auto_class: Any = t.AutoModelForImageTextToText if has_vision else t.AutoModelForCausalLM
+        model = auto_class.from_config(
             # Grouped products of experts do not support float64
             config,
             attn_implementation=attention,

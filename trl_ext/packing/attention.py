@@ -24,6 +24,8 @@ from .support import backbone_of
 logger = logging.getLogger("trl_ext")
 
 _KEYWORD = "packed_layout"
+# Inputs of multimodal models that say what each token is: 0 for text
+TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids")
 _NAME = "trl_ext_packed"
 _NOT_PASSED = "its layers do not pass their keyword arguments to their attention"
 # Limits of torch's varlen flash attention
@@ -112,6 +114,7 @@ def run_packed(model: Any, layout: Layout, inputs: dict[str, Any]) -> Any:
     # transformers does not change a mask of four dimensions. A layer that reads it instead of the layout gets NaN, and
     # the check of the first batch detects that.
     packed = {"input_ids": input_ids, "position_ids": position_ids, "attention_mask": layout.no_mask, _KEYWORD: layout}
+    packed |= {name: torch.zeros_like(input_ids) for name in TOKEN_TYPES if inputs.get(name) is not None}
     model_inputs = inputs | packed
     outputs = backbone_of(model)(**model_inputs)
     if layout.reads[0] == reads_before:

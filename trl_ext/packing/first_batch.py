@@ -17,7 +17,7 @@ from torch import Tensor
 from .attention import LayoutNotReadError, run_packed
 from .hooks import without_hooks_of_users
 from .layout import Layout
-from .support import backbone_of, has_experts, longest_equal
+from .support import backbone_of, has_experts, longest_equal, placeholder_ids, takes_text_only
 
 _ROWS = 3
 _COLUMNS = 1024
@@ -91,9 +91,18 @@ def _rows_to_check(
     width = lengths_B.max()
     source_BS = (first_B[:_ROWS, None] + np.arange(width)).clip(max=ids_BS.shape[1] - 1)
     ids_BS = np.take_along_axis(ids_BS[:_ROWS], source_BS, axis=1)
+    if not takes_text_only(model):
+        # Without their images, placeholders would not be what the model expects
+        placeholders = sorted(placeholder_ids(model.config))
+        ids_BS = np.where(np.isin(ids_BS, placeholders), _text_id(placeholders), ids_BS)
     longest = lengths_B.argmax()
     twin_S = np.concatenate([ids_BS[longest, : width - width // 2], ids_BS[longest, : width // 2]])
     return np.pad(np.vstack([ids_BS, twin_S]), ((0, 0), (_PREPENDED, 0))), np.append(lengths_B, lengths_B[longest])
+
+
+def _text_id(placeholders: list[int]) -> int:
+    """Return the lowest token id that is not one of the `placeholders`."""
+    return next(x for x in range(len(placeholders) + 1) if x not in placeholders)
 
 
 @contextmanager

@@ -13,10 +13,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from .attention import accept_layouts
+from .attention import TOKEN_TYPES, accept_layouts
 from .first_batch import packing_differences
 from .layout import Layout
-from .support import can_rebase, longest_equal, padded_reason
+from .support import can_rebase, longest_equal, padded_reason, takes_text_only
 
 logger = logging.getLogger("trl_ext")
 
@@ -32,6 +32,7 @@ class Packing:
 
     Attributes:
         padded_reason (`str`, *optional*): why batches stay padded; None if they are packed.
+        takes_text_only (`bool`): whether no batch has images or sound.
         unshared_reason (`str`, *optional*): why rows do not share leading tokens; None if they do.
         checked (`bool`): whether a first batch was compared with the padded forward.
         agreed (`bool`): whether the ranks have exchanged the results of this check.
@@ -41,6 +42,7 @@ class Packing:
     def __init__(self, model: Any, *, padding_free: bool, share_prompts: bool) -> None:
         self.padded_reason = padded_reason(model) if padding_free else "`padding_free=False`"
         self.unshared_reason = None if share_prompts else "`share_prompts=False`"
+        self.takes_text_only = takes_text_only(model)
         self.checked = False
         self.agreed = False
         self.skipped_tokens = 0
@@ -78,18 +80,23 @@ class Packing:
         """
         if self.padded_reason is not None:
             return None
+        ids_BS: Any = inputs.get("input_ids")
+        mask_BS = inputs.get("attention_mask")
         reason = _inputs_padded_reason(model, positional, inputs)
-        if reason is not None:
+        # Every rank runs the check, and another rank may have a batch without images
+        is_checked_on_text = ids_BS is not None and not positional and not self.takes_text_only
+        if reason is not None and not is_checked_on_text:
             self._warn_once(f"A batch is not packed: {reason}.")
             return None
-        ids_BS = inputs["input_ids"]
-        mask_BS = inputs.get("attention_mask")
         if not self.checked:
             self.checked = True
             self._check(model, HostBatch.of(ids_BS, mask_BS, labels_BS), ids_BS.device)
             if self.padded_reason is not None:
                 return None
         # After the check, which every rank runs, whatever its hooks and the length of its batch
+        if reason is not None:
+            self._warn_once(f"A batch is not packed: {reason}.")
+            return None
         if not pack:
             return None
         if self._longest is not None and ids_BS.shape[1] >= self._longest:
@@ -133,12 +140,13 @@ class Packing:
 
 
 def _inputs_padded_reason(model: Any, positional: tuple[Any, ...], inputs: dict[str, Any]) -> str | None:
-    """Return why a batch stays padded, for reasons that do not depend on its rows: all ranks find the same one."""
+    """Return why a batch stays padded. All ranks find the same, unless some have images, as no reason reads tokens."""
     ids_BS = inputs.get("input_ids")
     if positional or ids_BS is None:
         return "its token ids are not given as `input_ids`"
-    supported_inputs = {"input_ids", "attention_mask", *_NOT_BY_ROW}
+    supported_inputs = {"input_ids", "attention_mask", *TOKEN_TYPES, *_NOT_BY_ROW}
     additional = [name for name, x in inputs.items() if x is not None and name not in supported_inputs]
+    additional += [name for name in TOKEN_TYPES if inputs.get(name) is not None and inputs[name].any()]
     additional += [name for name in ("output_attentions", "output_hidden_states") if inputs.get(name)]
     if additional:
         return f"it has the additional input `{additional[0]}`"

@@ -10,6 +10,23 @@ def backbone_of(model: Any) -> Any:
     return model.model if model.base_model is model else model.base_model
 
 
+def text_backbone_of(model: Any) -> Any:
+    """Return the part of the backbone that processes tokens. Multimodal models have others for images and sound."""
+    backbone = backbone_of(model)
+    return backbone if takes_text_only(model) else getattr(backbone, "language_model", backbone)
+
+
+def takes_text_only(model: Any) -> bool:
+    """Whether the model has no inputs for images, sound or video. Batches of the others may be text alone."""
+    return model.config.get_text_config() is model.config
+
+
+def placeholder_ids(config: Any) -> set[int]:
+    """Return the token ids that stand for an image or a sound, or are special in another way."""
+    fields = vars(config).items()
+    return {x for name, x in fields if name.endswith(("token_id", "token_index")) and isinstance(x, int)}
+
+
 _MASKABLE = {"full_attention", "sliding_attention"}
 # Rotary embeddings that depend only on the distance between tokens
 _RELATIVE_ROTATIONS = {"default", "linear", "llama3", "yarn"}
@@ -23,8 +40,6 @@ _BY_POSITION = {"beam", "hunyuan_v1_dense", "hunyuan_v1_moe"}
 def padded_reason(model: Any) -> str | None:
     """Return why batches of `model` must stay padded; None if no reason is known."""
     config = model.config.get_text_config()
-    if config is not model.config:
-        return "the model takes inputs other than text"
     if config.is_encoder_decoder:
         return "the model is an encoder-decoder"
     if getattr(model, "_is_stateful", False):
@@ -108,4 +123,5 @@ def _rotations(config: Any) -> list[dict[str, Any]]:
 
 def _has_learned_positions(model: Any) -> bool:
     words = model.get_input_embeddings()
-    return any(isinstance(module, nn.Embedding) and module is not words for module in backbone_of(model).modules())
+    modules = text_backbone_of(model).modules()
+    return any(isinstance(module, nn.Embedding) and module is not words for module in modules)

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from ..packing.first_batch import is_coarse, undisturbed
-from ..packing.support import backbone_of
+from ..packing.support import backbone_of, placeholder_ids
 from .model_logits import ModelForward, accepted
 
 logger = logging.getLogger("trl_ext")
@@ -77,8 +77,7 @@ class ModelSample:
 
 def _token_ids(config: Any, vocabulary: int) -> list[int]:
     """Return ids of different tokens, none of which stands for an image or a sound."""
-    fields = vars(config).items()
-    placeholders = {x for name, x in fields if name.endswith(("token_id", "token_index")) and isinstance(x, int)}
+    placeholders = placeholder_ids(config)
     spread = [vocabulary * number // 64 for number in range(64)]
     usual = [token for token in spread if token not in placeholders] or spread
     return [usual[len(usual) * number // _TOKENS] for number in range(_TOKENS)]

@@ -88,6 +88,8 @@ class Scorer:
             return
         padded = next((x.padded_reason for x in self.packings if x.padded_reason is not None), None)
         reason = unsplit_reason(ranks.accelerator, group, config)
+        if reason is None and not all(packing.takes_text_only for packing in self.packings):
+            reason = "the model takes inputs other than text, which cannot be split"
         if reason is None and padded is not None:
             reason = f"it can split only batches without padding, but batches stay padded: {padded}"
         if reason is not None:
