@@ -2,26 +2,28 @@
 
 import copy
 import importlib
+import json
 import os
+import shutil
 import subprocess
 import sys
 from contextlib import nullcontext
 from functools import partial
-from types import MethodType
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator, dispatch_model
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 from accelerate.state import AcceleratorState
 from peft import PeftModel, PromptTuningConfig, get_peft_model
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, dynamic_module_utils
 from trl.trainer.utils import add_fused_lm_head, disable_dropout_in_model
 
-from reference_changes import BY_FUNCTIONS, LISTED, forward, norm
+from reference_changes import LISTED, forward, norm, plain
 from tiny import MODELS, lora_config
 from trl_ext.host.reference import HostedReference
-from trl_ext.reference import code
 from trl_ext.reference.weights import ReferenceWeights, identity_facts, identity_of
 from trl_ext.scoring.forward import ScoringOptions, attach_scoring_forward
 
@@ -254,30 +256,40 @@ def tuple_of_a_norm(model):
     model.model.norm.shape = (32, (1, 2.5))
 
 
-def default_of_a_patch(model):
-    model.model.norm.forward = MethodType(lambda self, x, factor=0.5: factor * x, model.model.norm)
-
-
-def other_default(model):
-    model.model.norm.forward = MethodType(lambda self, x, factor=0.7: factor * x, model.model.norm)
-
-
-def partial_patch(factor):
-    def scaled(own, factor, x):
-        return factor * own(x)
-
+def partial_of_torch(factor):
     def change(model):
-        model.model.norm.forward = partial(scaled, model.model.norm.forward, factor)
+        model.model.norm.forward = partial(torch.mul, factor)
 
     return change
 
 
+def attribute(value):
+    def change(model):
+        model.model.layers[0].self_attn.value = value
+
+    return change
+
+
+def config_of_a_module(model):
+    attention = model.model.layers[0].self_attn
+    attention.config = type(attention.config)(**attention.config.to_dict())
+    attention.config._attn_implementation = "eager"
+
+
 IN_MEMORY = {
     **LISTED,
-    **BY_FUNCTIONS,
-    **{x.__name__: x for x in (tuple_of_a_norm, default_of_a_patch, other_default)},
-    "partial": partial_patch(0.5),
-    "other partial": partial_patch(0.6),
+    **{x.__name__: x for x in (tuple_of_a_norm, config_of_a_module)},
+    "partial": partial_of_torch(0.5),
+    "other partial": partial_of_torch(0.6),
+    "partial with a tensor": partial_of_torch(torch.tensor(0.5)),
+    "tensor": attribute(torch.tensor(0.5)),
+    "other tensor": attribute(torch.tensor(0.6)),
+    "array": attribute(np.array([0.5])),
+    "other array": attribute(np.array([0.6])),
+    "text": attribute("full"),
+    "other text": attribute("sliding"),
+    "nested": attribute([{"a": (1, "b")}]),
+    "other nested": attribute([{"a": (1, "c")}]),
     "buffer of another dtype": lambda model: model.model.rotary_emb.half(),
     "places exchanged": lambda model: exchanged(model, "variance_epsilon", 0.1, 0.2),
     "places exchanged again": lambda model: exchanged(model, "variance_epsilon", 0.2, 0.1),
@@ -298,7 +310,7 @@ def test_a_change_in_memory_changes_the_identity_in_the_same_way_each_time(base)
     found = {name: identity(changed(base(), change)) for name, change in IN_MEMORY.items()}
     assert found == {name: identity(changed(base(), change)) for name, change in IN_MEMORY.items()}
     assert len({identity(base()), *found.values()}) == len(found) + 1
-    for change in (norm, forward, partial_patch(0.5)):
+    for change in (norm, partial_of_torch(0.5)):
         adapted = get_peft_model(changed(base(), change), lora_config())
         assert identity(adapted) == identity(changed(base(), change))
 
@@ -324,11 +336,6 @@ def in_mixed_precision(model):
     AcceleratorState._reset_state()
 
 
-def forward_of_all(model):
-    own = model.forward
-    model.forward = lambda *args, **kwargs: own(*args, **kwargs)
-
-
 LIBRARIES = {
     "training": lambda model: model.train(),
     "evaluation": lambda model: model.eval(),
@@ -348,10 +355,13 @@ LIBRARIES = {
 
 @pytest.mark.parametrize("name", LIBRARIES)
 def test_attributes_set_by_libraries_do_not_change_the_identity(name, base):
-    for change in (lambda model: None, forward, forward_of_all):
+    for change in (plain, norm, partial_of_torch(0.5)):
         model = changed(base(), change)
         LIBRARIES[name](model)
         assert identity(model) == identity(changed(base(), change))
+    model = changed(base(), forward)
+    LIBRARIES[name](model)
+    assert "`reference_changes.forward.<locals>.<lambda>`" in ReferenceWeights(model).uncacheable_reason()
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -367,8 +377,7 @@ from contextlib import nullcontext
 from transformers import AutoModelForCausalLM
 from trl_ext.reference.weights import ReferenceWeights
 model = AutoModelForCausalLM.from_pretrained({path!r})
-norm, own = model.model.norm, model.model.norm.forward
-norm.forward = lambda x: own(x) if x.device.type in {{"cpu", "cuda", "mps", "xpu"}} else x
+model.model.norm.devices = {{"cpu", "cuda", "mps", "xpu"}}
 print(ReferenceWeights(model).in_memory(lambda _: nullcontext()))
 """
 
@@ -387,21 +396,104 @@ def test_processes_compute_the_same_identity(workshop):
     assert "modules" in found.pop()
 
 
-_EDITED = "from transformers import LlamaForCausalLM\nclass Edited(LlamaForCausalLM):\n    '''{}'''\n"
+_REMOTE = """
+from transformers import LlamaForCausalLM
+from transformers.models.llama.modeling_llama import LlamaMLP
+from .parts import Scale
+class Scaled(LlamaMLP):
+    def forward(self, x):
+        return {forward}
+class Remote(LlamaForCausalLM):
+    def __init__(self, config):
+        super().__init__(config)
+        for layer in self.model.layers:
+            layer.mlp = Scaled(config)
+            layer.mlp._scale = 1.0
+"""
+_PARTS = "import os\nFACTOR = 0.5\nclass Scale:\n    factor = {}\n"
 
 
-def test_the_code_of_a_model_changes_the_identity(base, tmp_path, workshop, monkeypatch):
-    monkeypatch.syspath_prepend(tmp_path)
-    found = {identity(base())}
-    for text in ("one", "another"):
-        (tmp_path / "edited.py").write_text(_EDITED.format(text))
-        code._unversioned.cache_clear()  # another process
-        monkeypatch.delitem(sys.modules, "edited", raising=False)
-        model = importlib.import_module("edited").Edited.from_pretrained(workshop.model("untied"))
-        assert ReferenceWeights(model).uncacheable_reason() is None
-        found |= {identity(model), identity(model)}
-    assert len(found) == 3
-    typed = {"__name__": "typed_in"}
-    exec(_EDITED.format("one"), typed)
-    nowhere = typed["Edited"].from_pretrained(workshop.model("untied"))
-    assert "`typed_in.Edited`" in ReferenceWeights(nowhere).uncacheable_reason()
+@pytest.fixture
+def remote(workshop, tmp_path, monkeypatch):
+    """Return a maker of a model with code of its own, as with `trust_remote_code`."""
+    monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.setattr(sys, "path", [str(tmp_path / "modules"), *sys.path])
+    for name in [x for x in sys.modules if x.partition(".")[0] == "transformers_modules"]:  # of another test
+        monkeypatch.delitem(sys.modules, name)
+
+    def make(forward="super().forward(x)", factor=0.5):
+        folder = tmp_path / "model"
+        if not folder.exists():
+            shutil.copytree(workshop.model("untied"), folder)
+        config = json.loads((folder / "config.json").read_text())
+        config["auto_map"] = {"AutoModelForCausalLM": "remote.Remote"}
+        (folder / "config.json").write_text(json.dumps(config))
+        (folder / "remote.py").write_text(_REMOTE.format(forward=forward))
+        (folder / "parts.py").write_text(_PARTS.format(factor))
+        return AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
+
+    return make
+
+
+def test_the_files_of_a_remote_model_are_in_the_identity(remote, base):
+    found = [identity(x) for x in (remote(), remote("2 * super().forward(x)"), remote(factor=0.6), base())]
+    assert len({*found}) == 4
+    model = remote()
+    assert ReferenceWeights(model).uncacheable_reason() is None
+    assert identity(model) == found[0]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda remote, mlp: setattr(mlp, "_scale", 0.5),
+        lambda remote, mlp: setattr(sys.modules[remote.rpartition(".")[0] + ".parts"], "FACTOR", 0.6),
+        lambda remote, mlp: setattr(type(mlp), "factor", 0.6),
+    ],
+    ids=["attribute", "global", "class"],
+)
+def test_values_of_a_remote_models_code_are_in_the_identity(change, remote):
+    model = remote("self._scale * super().forward(x)")
+    before = identity(model)
+    mlp = model.model.layers[0].mlp
+    change(type(mlp).__module__, mlp)
+    assert ReferenceWeights(model).uncacheable_reason() is None
+    assert identity(model) != before
+
+
+def test_a_remote_model_that_reads_the_environment_or_is_patched_is_not_stored(remote):
+    assert (
+        "`Scaled` calls `getenv`"
+        in ReferenceWeights(remote("float(__import__('os').getenv('A', 1)) * x")).uncacheable_reason()
+    )
+    model = remote()
+    type(model.model.layers[0].mlp).forward = lambda self, x: x
+    assert "<lambda>` reads is not known" in ReferenceWeights(model).uncacheable_reason()
+
+
+_INSTALLED = """
+class Scale:
+    def __init__(self, factor):
+        self.factor = factor
+    def __call__(self, x):
+        return self.factor * x
+def scale(factor, tensor=None):
+    return lambda x, tensor=tensor: factor * x
+"""
+
+
+def test_what_an_installed_packages_function_holds_is_in_the_identity(base, tmp_path, monkeypatch):
+    folder = tmp_path / "site-packages"
+    folder.mkdir()
+    (folder / "installed_scales.py").write_text(_INSTALLED)
+    monkeypatch.syspath_prepend(folder)
+    installed = importlib.import_module("installed_scales")
+    held = (0.5, 0.6)
+    values = [*map(installed.scale, held), *map(installed.Scale, held), installed.scale(0.5, torch.ones(1))]
+    found = [identity(changed(base(), attribute(value))) for value in values]
+    assert len({*found, identity(base())}) == 6
+    assert identity(changed(base(), attribute(installed.Scale(0.5)))) == found[2]
+    for value in (installed.scale(lambda x: x), installed.Scale(attribute)):
+        assert "reads is not known" in ReferenceWeights(changed(base(), attribute(value))).uncacheable_reason()
+    unknown = changed(base(), attribute(installed.scale(SimpleNamespace(factor=0.5))))
+    assert "`SimpleNamespace` holds is not known" in ReferenceWeights(unknown).uncacheable_reason()

@@ -21,12 +21,12 @@ NAMES = itertools.count()
 COMPARED = "loss", "rewards/chosen", "rewards/rejected", "rewards/margins", "logps/chosen", "grad_norm"
 
 
-SHORT = ["buffer", "norm", "layers"]
+SHORT = ["buffer", "norm"]
 
 
 # Ways to change a process or a model that the identity does not list
 HIDDEN = {
-    "attribute of a tensor": (unnoticed(1.0), unnoticed(0.5), None),
+    "object of a library": (unnoticed(1.0), unnoticed(0.5), None),
     "function of torch": (plain, plain, (torch, "rsqrt", torch.reciprocal)),
 }
 

@@ -1,5 +1,6 @@
-"""Ways to change a reference model in memory: some that its identity notices, and one that it misses."""
+"""Ways to change a reference model in memory: that its identity has, that are not stored, and one that it misses."""
 
+import operator
 from types import MethodType
 
 import torch
@@ -9,11 +10,6 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 class HalvedMLP(LlamaMLP):
     def forward(self, x):
         return 0.5 * super().forward(x)
-
-
-class ScaledMLP(LlamaMLP):
-    def forward(self, x):
-        return self.frequencies.factor * super().forward(x)
 
 
 def plain(model):
@@ -52,19 +48,17 @@ def activation(model):
     model.model.layers[0].mlp.act_fn = torch.nn.Tanh()
 
 
-LISTED = {change.__name__: change for change in (buffer, norm, scaling, layers, activation)}
+LISTED = {change.__name__: change for change in (buffer, norm, scaling, activation)}
 # By functions that may change from call to call: the reference runs on every micro-batch
 BY_FUNCTIONS = {change.__name__: change for change in (forward, hook)}
 
 
 def unnoticed(factor):
-    """Scale by an attribute of one of the model's own tensors, whose contents alone are in the identity."""
+    """Activate by an object of a library, whose contents are not in the identity."""
 
     def change(model):
-        frequencies = model.model.rotary_emb.inv_freq
-        frequencies.factor = factor
         mlp = model.model.layers[0].mlp
-        mlp.__class__ = ScaledMLP
-        mlp.frequencies = frequencies
+        del mlp.act_fn
+        mlp.act_fn = operator.methodcaller("mul", factor)
 
     return change

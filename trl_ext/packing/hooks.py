@@ -74,9 +74,12 @@ def functions_of_users(
 
 
 def _is_of_user(function: FunctionType) -> bool:
-    # A layer from `kernels` has its file's name in the Hub's cache as package
-    from_hub = any("--" in part and "kernels" in part for part in Path(function.__code__.co_filename).parts)
-    return not from_hub and not is_known(function.__globals__.get("__name__"))
+    return not is_from_hub(function) and not is_known(function.__globals__.get("__name__"))
+
+
+def is_from_hub(function: FunctionType) -> bool:
+    """Whether `function` is of a layer from `kernels`, whose package has its file's name in the Hub's cache."""
+    return any("--" in part and "kernels" in part for part in Path(function.__code__.co_filename).parts)
 
 
 def describe_function(function: FunctionType | MethodType) -> str:

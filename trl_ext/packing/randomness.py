@@ -282,7 +282,7 @@ def _is_rate(value: Any) -> bool:
 def _rate_names(part: type) -> tuple[str, ...]:
     """Return the names of rates that the class's forward reads from a `config`."""
     names = set()
-    for function in _functions_of_forward(part):
+    for function in functions_of_forward(part):
         for instruction, following in pairwise(get_instructions(function.__code__)):
             name = following.argval
             if instruction.argval == "config" and isinstance(name, str) and _names_rate(name):
@@ -304,7 +304,7 @@ def _draws_of_class(part: type) -> frozenset[str]:
     if part.__module__.split(".")[0] in ("torch", "peft"):  # their layers that draw have rates
         return frozenset()
     draws: set[str] = set()
-    for function in _functions_of_forward(part):
+    for function in functions_of_forward(part):
         names = _names(function.__code__)
         if is_known(function.__module__):
             draws |= names & _DRAWS
@@ -317,7 +317,7 @@ def _draws_of_class(part: type) -> frozenset[str]:
 
 
 @cache
-def _functions_of_forward(part: type) -> tuple[FunctionType, ...]:
+def functions_of_forward(part: type) -> tuple[FunctionType, ...]:
     """Return the class's forward, the methods that it calls, directly or not, and the functions of users."""
     functions: dict[FunctionType, None] = {}
     waiting = [_plain_function(getattr(part, name, None)) for name in ("forward", "__call__")]

@@ -19,10 +19,10 @@ from torch.distributed.tensor import DTensor
 
 from ..packing.randomness import randomness_of_module
 from ..version import __version__
-from .code import code_of, states_of, without_source
+from .code import code_of, states_of, without_origin
 from .digests import digest_of_tensor
-from .reach import UnknownReachError, without_origin
 from .segments import write_file
+from .versions import UnknownCodeError
 
 _WORKERS = 4
 _VERSIONS = ("torch", "transformers", "peft")
@@ -125,12 +125,9 @@ class ReferenceWeights:
         away = next((name for name, tensor in self._tensors() if tensor.is_meta), None)
         if away:
             return f"its weights are not all in memory (`{away}` is on the meta device), so they cannot be hashed"
-        hidden = without_source(self.base)
-        if hidden:
-            return f"the source file of the class `{hidden}` cannot be read"
         try:
             self._states_in_memory()
-        except UnknownReachError as error:
+        except UnknownCodeError as error:
             return f"{error}, so a later run cannot compare it"
         return None
 
@@ -171,21 +168,17 @@ class ReferenceWeights:
         return {"buffers": buffers, "modules": identity_of(self._states_in_memory()) if is_hashed else ""}
 
     def _states_in_memory(self) -> dict[str, Any]:
-        model_names = {id(tensor): f"tensor {_without_wrappers(name)}" for name, tensor in self.base.named_parameters()}
-        model_names |= {id(tensor): f"tensor {_without_wrappers(name)}" for name, tensor in self.base.named_buffers()}
+        tensors = *self.base.named_parameters(), *self.base.named_buffers()
+        tensor_names = {id(tensor): f"tensor {_without_wrappers(name)}" for name, tensor in tensors}
         modules: dict[str, nn.Module] = {}
         wrappers: dict[str, nn.Module] = {}
         for name, module in self.base.named_modules():
-            model_names[id(module)] = f"module {_without_wrappers(name)}"
-            if not self._reads(name):
-                continue
             # PEFT's wrappers run in each pass too, and may have hooks
-            (wrappers if name in self._wrappers else modules)[_without_wrappers(name)] = module
-        for name, module in self.model.named_modules():
-            if id(module) not in model_names:
-                model_names[id(module)] = f"wrapper {name}"
-                wrappers[f"wrapper {name}"] = module
-        return states_of(self.base.config, modules, wrappers, model_names)
+            if self._reads(name):
+                (wrappers if name in self._wrappers else modules)[_without_wrappers(name)] = module
+        of_base = {*self.base.modules()}
+        wrappers |= {f"wrapper {name}": x for name, x in self.model.named_modules() if x not in of_base}
+        return states_of(self.base.config, modules, wrappers, tensor_names)
 
     def _tensors(self, saved: bool = True) -> Iterator[tuple[str, Tensor]]:
         for prefix, part in [("", self.base), *(("prompt_encoder.", encoder) for encoder in self._encoders())]:
