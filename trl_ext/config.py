@@ -391,7 +391,8 @@ for _config, _added_fields in ADDED_FIELDS.items():
 
 def check_loss_types(config: Any) -> None:
     """Raise `ValueError` if a `DPOConfig`, TRL's or ours, sets an option that its loss types do not use or define."""
-    loss_types, smoothing = config.loss_type, config.label_smoothing
+    loss_types = config.loss_type
+    smoothing = config.label_smoothing
     options = AddedDPOFields.of(config)
     if options.sft_label_smoothing and "sft" not in loss_types:
         raise ValueError(

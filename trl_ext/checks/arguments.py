@@ -347,7 +347,8 @@ def check_given(name: str, arguments: dict[str, Any], config: Any, config_class:
         raise TypeError(f"`args` of `{name}` is a `{got}`. Pass a `{config_class.__name__}` with these values.")
     if config is not None:
         check_numbers(config)
-    model, peft_config = arguments["model"], arguments.get("peft_config")
+    model = arguments["model"]
+    peft_config = arguments.get("peft_config")
     if model is None:
         raise ValueError(f"`model` of `{name}` is None. Pass a model, its name or its folder.")
     if isinstance(uncompiled(model), PeftMixedModel):
@@ -365,7 +366,8 @@ def check_given(name: str, arguments: dict[str, Any], config: Any, config_class:
             f"`peft_config` has `task_type={str(getattr(task, 'value', task))!r}`, but `model` is a causal language "
             "model. Set `task_type='CAUSAL_LM'`."
         )
-    ref_model, collator = arguments.get("ref_model"), arguments.get("data_collator")
+    ref_model = arguments.get("ref_model")
+    collator = arguments.get("data_collator")
     if isinstance(ref_model, str):
         raise TypeError(
             f"`ref_model={ref_model!r}` is a name, but must be a model. Load it with "
@@ -413,7 +415,8 @@ def _check_reward_model(reward: Any, config: Any) -> None:
         architecture = _architecture("reward_funcs", reward, config)
         generates = str(architecture).endswith(("ForCausalLM", "LMHeadModel")) and not _has_reward_head(Path(reward))
     else:
-        architecture, generates = type(reward).__name__, reward.get_output_embeddings() is not None
+        architecture = type(reward).__name__
+        generates = reward.get_output_embeddings() is not None
     if generates:
         raise ValueError(
             f"`reward_funcs` has a `{architecture}`{f' ({reward!r})' if isinstance(reward, str) else ''}, which has no "
@@ -436,7 +439,8 @@ def _architecture(argument: str, name: str, config: Any) -> str | None:
     Raises:
         `ValueError`: there is no such model.
     """
-    options, folder = getattr(config, "model_init_kwargs", None) or {}, name
+    options = getattr(config, "model_init_kwargs", None) or {}
+    folder = name
     if not os.path.exists(name):
         try:
             cache_options = {x: options[x] for x in ("revision", "cache_dir") if x in options}

@@ -56,7 +56,8 @@ def check_best_metric(trainer: Any) -> None:
 
 def check_given_metrics(trainer: Any, metrics: Mapping[str, Any], trial: Any) -> None:
     """Raise `ValueError` if an evaluation did not give `metric_for_best_model`, after a checkpoint is saved."""
-    step, name = trainer.state.global_step, trainer.args.metric_for_best_model
+    step = trainer.state.global_step
+    name = trainer.args.metric_for_best_model
     # At step 0 (`eval_on_start`), transformers does not read it
     if name is None or not step or _full_name(name) in metrics:
         return

@@ -375,7 +375,8 @@ def check_rewards(arguments: dict[str, Any], config: Any, *, has_environments: b
     """
     if arguments.get("reward_funcs") == [] and not has_environments:
         raise ValueError("`reward_funcs` is empty. Pass a function, a model or the name of a model.")
-    reward_funcs, drops = arguments.get("reward_funcs"), getattr(config, "remove_unused_columns", False)
+    reward_funcs = arguments.get("reward_funcs")
+    drops = getattr(config, "remove_unused_columns", False)
     if not has_environments:  # one may add its own reward
         _check_weights(reward_funcs, getattr(config, "reward_weights", None))
     columns = columns_of(None if drops else arguments.get("train_dataset"))

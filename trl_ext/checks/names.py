@@ -21,8 +21,12 @@ OTHER_NAMES = {
     **dict.fromkeys(("epochs", "num_epochs"), "num_train_epochs"),
     **dict.fromkeys(("lora", "use_lora"), "use_peft"),
     **dict.fromkeys(("target_modules", "lora_targets"), "lora_target_modules"),
-    **{"eval_batch_size": "per_device_eval_batch_size", "kl_coef": "beta", "lora_rank": "lora_r"},
-    **{"lr": "learning_rate", "lr_scheduler": "lr_scheduler_type", "torch_dtype": "dtype"},
+    "eval_batch_size": "per_device_eval_batch_size",
+    "kl_coef": "beta",
+    "lora_rank": "lora_r",
+    "lr": "learning_rate",
+    "lr_scheduler": "lr_scheduler_type",
+    "torch_dtype": "dtype",
 }
 _OF_TEXTS = {**dict.fromkeys(("max_seq_length", "max_seq_len"), "max_length"), "num_proc": "dataset_num_proc"}
 _OF_GROUPS = {"group_size": "num_generations"}
@@ -34,8 +38,11 @@ _RENAMED = {
     **_OF_TEXTS,
     **_OF_GROUPS,
     # RLOO in earlier versions
-    **{"cliprange": "epsilon", "normalize_reward": "normalize_advantages", "num_ppo_epochs": "num_iterations"},
-    **{"response_length": "max_completion_length", "rloo_k": "num_generations"},
+    "cliprange": "epsilon",
+    "normalize_reward": "normalize_advantages",
+    "num_ppo_epochs": "num_iterations",
+    "response_length": "max_completion_length",
+    "rloo_k": "num_generations",
     "evaluation_strategy": "eval_strategy",
     "max_new_tokens": "max_completion_length",
     "model_adapter_name": "policy_adapter_name",
@@ -73,8 +80,15 @@ _REMOVED = {
     **dict.fromkeys(("use_logits_to_keep", "use_num_logits_to_keep"), f"{_LEFT_OUT} Only completions are scored."),
     **dict.fromkeys(
         (
-            *("fp16_backend", "half_precision_backend", "include_tokens_per_second", "jit_mode_eval"),
-            *("overwrite_output_dir", "past_index", "save_safetensors", "use_ipex", "use_mps_device"),
+            "fp16_backend",
+            "half_precision_backend",
+            "include_tokens_per_second",
+            "jit_mode_eval",
+            "overwrite_output_dir",
+            "past_index",
+            "save_safetensors",
+            "use_ipex",
+            "use_mps_device",
         ),
         _LEFT_OUT,
     ),
@@ -87,7 +101,8 @@ _OF_LENGTH = ("max_completion_length", "max_target_length", "tools", "truncation
 _RENAMED_OF_TRAINERS = {
     **dict.fromkeys(("config", "training_args"), "args"),
     **dict.fromkeys(("reward_fn", "reward_func", "reward_function", "reward_model", "rewards"), "reward_funcs"),
-    **{"lora_config": "peft_config", "policy": "model"},
+    "lora_config": "peft_config",
+    "policy": "model",
     "dataset": "train_dataset",
     "tokenizer": "processing_class",
 }

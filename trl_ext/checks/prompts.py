@@ -13,21 +13,33 @@ Rows = Mapping[int, dict[str, Any]]  # row number -> row
 
 # Other names that data sets give to the column of prompts
 PROMPT_NAMES = (
-    *("prompts", "question", "query", "instruction", "problem", "questions", "queries", "instructions", "problems"),
-    *("prompt", "prompt_text", "user_input", "user_prompt", "user_message", "user_query", "conversation"),
-    *(
-        "instruct",
-        "user",
-        "conversations",
-        "input",
-        "context",
-        "inputs",
-        "post",
-        "history",
-        "trajectory",
-        "dialogue",
-        "request",
-    ),
+    "prompts",
+    "question",
+    "query",
+    "instruction",
+    "problem",
+    "questions",
+    "queries",
+    "instructions",
+    "problems",
+    "prompt",
+    "prompt_text",
+    "user_input",
+    "user_prompt",
+    "user_message",
+    "user_query",
+    "conversation",
+    "instruct",
+    "user",
+    "conversations",
+    "input",
+    "context",
+    "inputs",
+    "post",
+    "history",
+    "trajectory",
+    "dialogue",
+    "request",
 )
 _ASKS = ("user", "human", "prompter")
 # Of the rows that are read: in fewer, a completion may begin with its prompt, or a prompt be missing, by chance
@@ -81,7 +93,8 @@ def check_repeated_prompts(rows: Rows, columns: tuple[str, ...], name: str) -> N
         )
     doubtful = whole if len(whole) >= _FEW * len(texts) else []
     if pairs and not whole and len(in_first) == len(texts):
-        doubtful, completions = in_first, completions[:1]
+        doubtful = in_first
+        completions = completions[:1]
     if pairs and len(whole) < len(texts):  # without the column, the other rows would have no prompt
         is_prefix = False
     if doubtful and any(_is_long(texts[place]["prompt"]) for place in doubtful):

@@ -14,10 +14,21 @@ from typing import Any, Union, get_args, get_origin
 # Fields that TRL annotates as integers, but for which it also takes floats, or text
 _TAKE_FLOATS = frozenset(
     {
-        *("dataloader_num_workers", "ddp_bucket_cap_mb", "ddp_timeout", "eval_accumulation_steps", "local_rank"),
-        *("max_completion_length", "max_tool_calling_iterations", "num_completions_to_print"),
-        *("num_generations_eval", "precompute_ref_batch_size", "ref_model_sync_steps", "save_total_limit"),
-        *("vllm_group_port", "vllm_max_model_length", "vllm_tensor_parallel_size"),
+        "dataloader_num_workers",
+        "ddp_bucket_cap_mb",
+        "ddp_timeout",
+        "eval_accumulation_steps",
+        "local_rank",
+        "max_completion_length",
+        "max_tool_calling_iterations",
+        "num_completions_to_print",
+        "num_generations_eval",
+        "precompute_ref_batch_size",
+        "ref_model_sync_steps",
+        "save_total_limit",
+        "vllm_group_port",
+        "vllm_max_model_length",
+        "vllm_tensor_parallel_size",
     }
 )
 _TAKE_TEXT = frozenset({"vllm_server_port"})
@@ -172,11 +183,13 @@ def check_numbers(config: Any) -> None:
             takes_floats = float in allowed_types or x.name in _TAKE_FLOATS
             # Numbers of numpy and torch have these methods too
             if not hasattr(value, "__float__" if takes_floats else "__index__"):
-                kind, text = "a number" if takes_floats else "an integer", "the string " * isinstance(value, str)
+                kind = "a number" if takes_floats else "an integer"
+                text = "the string " * isinstance(value, str)
                 hint = _number_to_write(value, takes_floats) or f"Give {kind}."
                 raise TypeError(f"`{x.name}` must be {kind}, got {text}{value!r}. {hint}")
             _check_range(x.name, value)
-    epochs, steps = getattr(config, "num_train_epochs", None), getattr(config, "max_steps", None)
+    epochs = getattr(config, "num_train_epochs", None)
+    steps = getattr(config, "max_steps", None)
     # With `max_steps`, some write -1 for epochs
     if isinstance(epochs, Real) and epochs < 0 and isinstance(steps, Real) and steps <= 0:
         raise ValueError(f"`num_train_epochs` must be 0 or more, got {epochs!r}. Or set `max_steps`.")

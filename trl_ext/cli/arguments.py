@@ -206,7 +206,8 @@ def _refuse_short(line: Line, of_launch: Collection[str]) -> None:
 
 def _instead(argument: Argument, line: Line, known_names: set[str]) -> str:
     """Return what replaces an argument of an older TRL, or the name that a typo was meant to be."""
-    name, mark = argument.name, argument.prefix
+    name = argument.name
+    mark = argument.prefix
     value = line.value(name)
     former = former_name(name, known_names, "VALUE" if value in (None, "") else str(value))
     if former is None and name.removeprefix("no_") in known_names and name.startswith("no_"):

@@ -133,7 +133,8 @@ def read(method: str, prog: str, words: list[str]) -> Line:
     """Read the words after a method, and the file that `--config` names."""
     word_parts = [word.split("=", 1) if word.startswith("--config=") else [word] for word in words]
     words = [_with_underscores(part) for parts in word_parts for part in parts]
-    file, in_file = None, {}
+    file = None
+    in_file = {}
     if "--config" in words:
         at = words.index("--config")
         file = words[at + 1] if at + 1 < len(words) else ""
@@ -334,7 +335,8 @@ def _check_adapter(line: Line) -> None:
     if is_adapter:
         flags.append("use_peft")
     for argument in line.arguments():
-        name, typed_name = argument.name, f"`{argument.prefix}{argument.name}`"
+        name = argument.name
+        typed_name = f"`{argument.prefix}{argument.name}`"
         is_flag = len(name) > 4 and any(flag.startswith(name) for flag in flags)
         if not (name.startswith("lora_") or is_flag) or not line.is_on(name):
             continue

@@ -235,7 +235,8 @@ def _lengths_table(planner: Planner) -> str:
     """Return how many rows were read, and the median, 95th percentile and maximum of their tokens."""
     lengths = planner.lengths
     prompts_U, completions_UC = lengths.prompts_U, lengths.completions_UC
-    unit, completion = "rows", "completion"
+    unit = "rows"
+    completion = "completion"
     if planner.run.method == "dpo":
         unit = "pairs"
     if lengths.group > 1:

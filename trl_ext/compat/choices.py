@@ -71,12 +71,27 @@ REWARD_COLUMNS_LEFT_OUT = ("prompt", "completion", "completion_ids")
 
 # Trainer of TRL -> metrics that its evaluations may log, without `eval_`. GRPO and RLOO also log those of each reward
 _OF_GROUPS = (
-    *("completions/*", "clip_ratio/*", "reward", "reward_std", "frac_reward_zero_std", "kl", "entropy", "num_tokens"),
+    "completions/*",
+    "clip_ratio/*",
+    "reward",
+    "reward_std",
+    "frac_reward_zero_std",
+    "kl",
+    "entropy",
+    "num_tokens",
     "aux_loss",
 )
 _OF_PREFERENCES = (
-    *("rewards/chosen", "rewards/rejected", "rewards/margins", "logps/chosen", "logps/rejected", "logits/chosen"),
-    *("logits/rejected", "entropy", "num_tokens", "aux_loss"),
+    "rewards/chosen",
+    "rewards/rejected",
+    "rewards/margins",
+    "logps/chosen",
+    "logps/rejected",
+    "logits/chosen",
+    "logits/rejected",
+    "entropy",
+    "num_tokens",
+    "aux_loss",
 )
 METRICS = {
     "SFTTrainer": ("entropy", "mean_token_accuracy", "num_tokens", "aux_loss"),

@@ -463,7 +463,8 @@ class Buffer:
                 next(iter(self.sampler), None)
 
     def training_rows(self) -> Any:
-        trainer, dataset = self.trainer, self.trainer.train_dataset
+        trainer = self.trainer
+        dataset = self.trainer.train_dataset
         is_table = isinstance(dataset, Dataset)
         return trainer._remove_unused_columns(dataset, description="training") if is_table else dataset
 

@@ -314,11 +314,11 @@ def _checkpoint_to_resume(requested: str | bool, run: Path) -> str | None:
             show(f'`resume_from_checkpoint="auto"`: training resumes from {last}.')
         return str(last)
     names = f"; incomplete: {', '.join(path.name for path in interrupted)}" if interrupted else ""
-    problem = f"no complete checkpoint is in `output_dir` ({run}{names})"
+    no_checkpoint = f"no complete checkpoint is in `output_dir` ({run}{names})"
     if meaning == "auto":
-        show(f'`resume_from_checkpoint="auto"`: {problem}. Training starts from the beginning.')
+        show(f'`resume_from_checkpoint="auto"`: {no_checkpoint}. Training starts from the beginning.')
         return None
     raise ValueError(
-        f"`resume_from_checkpoint=True`, but {problem}. Leave it off to start from the beginning, or pass "
+        f"`resume_from_checkpoint=True`, but {no_checkpoint}. Leave it off to start from the beginning, or pass "
         '`"auto"` to do so only if there is no checkpoint.'
     )
