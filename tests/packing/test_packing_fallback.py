@@ -55,10 +55,6 @@ KNOWN: dict[str, tuple[Callable[[], t.PreTrainedConfig], str]] = {
         of(t.MiniMaxConfig, **EXPERTS, layer_types=["linear_attention", "full_attention"], block_size=8),
         "linear_attention",
     ),
-    "llama4": (
-        of(t.Llama4TextConfig, **EXPERTS, intermediate_size_mlp=48, attention_chunk_size=8, num_hidden_layers=4),
-        "chunked_attention",
-    ),
     "bloom": (lambda: t.BloomConfig(vocab_size=97, hidden_size=32, n_layer=2, n_head=4), "interface"),
     "gptj": (lambda: t.GPTJConfig(vocab_size=97, n_embd=32, n_layer=2, n_head=4, rotary_dim=4), "interface"),
     "bidirectional": (of(t.Gemma3TextConfig, use_bidirectional_attention=True, sliding_window=8), "causal"),
@@ -155,6 +151,20 @@ def test_models_that_are_known_to_need_padding_stay_padded(name: str, caplog: py
         seen = see(ours, batch)
         assert seen.fed == batch.input_ids.numel()
         assert_same(seen, see(padded, batch), 0.0)
+
+
+def test_a_batch_that_is_longer_than_a_chunk_stays_padded(caplog: pytest.LogCaptureFixture) -> None:
+    ours, padded = (build("llama4", attention_chunk_size=20) for _ in range(2))
+    scoring = checked(ours)
+    checked(padded, padding_free=False)
+    long, short = dpo_example(), dpo_example().rows([1, 3])
+    short = Batch(*(x[:, -20:] for x in (short.input_ids, short.attention_mask, short.labels)))
+    for batch, is_packed in ((long, False), (short, True), (long, False)):
+        seen = see(ours, batch)
+        assert (seen.fed < batch.input_ids.numel()) == is_packed
+        assert_same(seen, see(padded, batch), 1e-5 if is_packed else 0.0)
+    assert scoring.packing.padded_reason is None
+    assert warned(caplog) == ["A batch is not packed: it is longer than a chunk of the attention, 20 tokens."]
 
 
 def test_a_batch_with_an_image_stays_padded_and_one_of_text_is_packed(caplog: pytest.LogCaptureFixture) -> None:

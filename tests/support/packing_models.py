@@ -160,6 +160,19 @@ FAMILIES: dict[str, Family] = {
         adapted=("q_b_proj", "kv_b_proj", "o_proj"),
     ),
     "smollm3": Family(_of(t.SmolLM3Config, no_rope_layer_interval=2)),
+    "llama4": Family(
+        _of(
+            t.Llama4TextConfig,
+            head_dim=8,
+            intermediate_size_mlp=48,
+            num_local_experts=4,
+            num_experts_per_tok=1,
+            attention_chunk_size=128,
+            num_hidden_layers=4,
+        ),
+        learned_positions=True,  # queries are scaled by their position
+        adapted=_QUERY_AND_VALUE,
+    ),
     "gemma3-with-vision": Family(
         lambda: t.Gemma3Config(
             text_config={**_TEXT, "sliding_window": WINDOW, "query_pre_attn_scalar": 8},

@@ -17,7 +17,14 @@ from torch import Tensor
 from .attention import LayoutNotReadError, run_packed
 from .hooks import without_hooks_of_users
 from .layout import Layout
-from .support import backbone_of, has_experts, longest_equal, placeholder_ids, takes_text_only
+from .support import (
+    backbone_of,
+    has_experts,
+    longest_equal,
+    longest_in_one_chunk,
+    placeholder_ids,
+    takes_text_only,
+)
 
 _ROWS = 3
 _COLUMNS = 1024
@@ -85,7 +92,8 @@ def _rows_to_check(
     So two rows always start with the same tokens and end with different ones, each half more than a tenth of all
     tokens. The padding exposes models that use the column index as the position.
     """
-    limits = (longest_equal(model), getattr(model.config.get_text_config(), "max_position_embeddings", None))
+    longest_position = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    limits = (longest_equal(model), longest_in_one_chunk(model), longest_position)
     most = min([_COLUMNS, *(limit - _PREPENDED for limit in limits if limit is not None and limit > 0)])
     lengths_B = lengths_B[:_ROWS].clip(1, max(most, 1))
     width = lengths_B.max()

@@ -16,7 +16,7 @@ from torch import Tensor
 from .attention import TOKEN_TYPES, accept_layouts
 from .first_batch import packing_differences
 from .layout import Layout
-from .support import can_rebase, longest_equal, padded_reason, takes_text_only
+from .support import can_rebase, longest_equal, longest_in_one_chunk, padded_reason, takes_text_only
 
 logger = logging.getLogger("trl_ext")
 
@@ -50,6 +50,7 @@ class Packing:
         if self.padded_reason is None:
             self._rebases = share_prompts and can_rebase(model)
             self._longest = longest_equal(model)
+            self._chunk = longest_in_one_chunk(model)
             accept_layouts(model)
 
     def agree(self, padded_reasons: list[str | None], unshared_reasons: list[str | None]) -> None:
@@ -102,6 +103,9 @@ class Packing:
         if self._longest is not None and ids_BS.shape[1] >= self._longest:
             by_length = "the model's rotary embeddings depend on the length of the batch"
             self._warn_once(f"A batch is not packed: from {self._longest} tokens on, {by_length}.")
+            return None
+        if self._chunk is not None and ids_BS.shape[1] > self._chunk:
+            self._warn_once(f"A batch is not packed: it is longer than a chunk of the attention, {self._chunk} tokens.")
             return None
         shares = share and self.unshared_reason is None
         rebases = shares and self._rebases

@@ -27,7 +27,8 @@ def placeholder_ids(config: Any) -> set[int]:
     return {x for name, x in fields if name.endswith(("token_id", "token_index")) and isinstance(x, int)}
 
 
-_MASKABLE = {"full_attention", "sliding_attention"}
+_CHUNKED = "chunked_attention"
+_MASKABLE = {"full_attention", "sliding_attention", _CHUNKED}
 # Rotary embeddings that depend only on the distance between tokens
 _RELATIVE_ROTATIONS = {"default", "linear", "llama3", "yarn"}
 # Rotary embeddings that depend on the length of the batch
@@ -53,7 +54,8 @@ def padded_reason(model: Any) -> str | None:
         return "the model's experts are separate modules, and in TRL one that only gets padding has a gradient of 0"
     unsupported = set(getattr(config, "layer_types", None) or ()) - _MASKABLE
     if unsupported:
-        return f"the model has layers with neither full nor sliding-window attention: {', '.join(sorted(unsupported))}"
+        names = ", ".join(sorted(unsupported))
+        return f"the model has layers with neither full, sliding-window nor chunked attention: {names}"
     if not getattr(config, "is_causal", True) or getattr(config, "use_bidirectional_attention", False):
         return "the model's attention is not causal"
     return None
@@ -88,6 +90,13 @@ def trains_expert_modules(model: Any) -> bool:
         if "expert" in name.split(".")[-1] and isinstance(module, nn.ModuleList | nn.ModuleDict)
         for param in module.parameters()
     )
+
+
+def longest_in_one_chunk(model: Any) -> int | None:
+    """Return up to how many tokens of a row chunked attention is full attention; None if no layer is chunked."""
+    config = model.config.get_text_config()
+    is_chunked = _CHUNKED in (getattr(config, "layer_types", None) or ())
+    return config.attention_chunk_size if is_chunked else None
 
 
 def longest_equal(model: Any) -> int | None:
