@@ -232,8 +232,8 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
 
     def _loss_reads_entropy(self) -> bool:
         """Whether more than TRL's loss reads the entropy of the pass that our `compute_loss` runs."""
-        # `super()` of ours is then code of the user, which may run passes itself
-        is_read = overrides_below(self, "compute_loss") is not None or overrides(self, *LOSS, PASS) is not None
+        # Code of the user below ours may run passes itself
+        is_read = "compute_loss" in self._overridden_below or overrides(self, *LOSS, PASS) is not None
         return is_read or bool(self._facts_of_ranks) or bool(self._unknown_loss_types)
 
     @property
@@ -286,6 +286,22 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
         randomness = NEFTUNE if self.neftune_noise_alpha is not None else self._look_at_policy(randomness_of)
         # Hooks that are there in a pass only, and those of other ranks
         return strongest(randomness, self._scorer.policy.late_randomness, self._randomness_of_ranks)
+
+    @cached_property
+    def _overridden_below(self) -> list[str]:
+        """The methods of ours whose `super()` is code of the user. As `plan`, it holds until the next one."""
+        return [x for x in ("compute_loss", "_compute_loss", PASS) if overrides_below(self, x) is not None]
+
+    @cached_property
+    def _entropy_is_read(self) -> bool:
+        """What `_loss_reads_entropy` returned when the plan was made."""
+        return self._loss_reads_entropy()
+
+    def _look_for_overrides(self) -> None:
+        """Find out again which methods run code of the user: once for each plan, because each micro-batch asks."""
+        self.__dict__.pop("_overridden_below", None)
+        self._entropy_is_read = self._loss_reads_entropy()
+        self._scorer.set_entropy_gradient(self._entropy_has_gradient())
 
     def _look_at_policy(self, look: Callable[[Any], Any]) -> Any:
         """Return what `look` finds in the policy. Within an optimizer step it looks only once, at all modules."""
@@ -352,7 +368,7 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
         """Replace the plan after a change."""
         for forward in self._scorer.forwards:
             forward.forget_randomness()
-        self._scorer.set_entropy_gradient(self._entropy_has_gradient())
+        self._look_for_overrides()
         self._known_randomness = self._randomness()
         self._scorer.policy.planned_randomness = self._known_randomness
         self.plan = self._make_plan()
@@ -364,7 +380,7 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
         """
         old_plan = self.plan
         plan = self._make_plan()
-        self._scorer.set_entropy_gradient(self._entropy_has_gradient())
+        self._look_for_overrides()
         if changes_of(old_plan, plan) is None and self._randomness() == self._known_randomness:
             return
         self._plan_again()
@@ -570,7 +586,7 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
         entropy: AbstractContextManager[None]
         if may_keep_outputs(self.model_wrapped):  # a loss may read their entropy
             entropy = self._scorer.entropy_gradient(True)
-        elif return_outputs or self._loss_reads_entropy():
+        elif return_outputs or self._entropy_is_read:
             entropy = nullcontext()
         else:
             entropy = self._scorer.entropy_gradient(False)

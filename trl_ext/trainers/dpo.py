@@ -16,7 +16,6 @@ from torch.utils.data import get_worker_info
 from ..checks.arguments import check_dpo_arguments
 from ..checks.data import check_rows_are_left, checked_rows, pair_columns
 from ..compat import dpo as internals
-from ..compat.overrides import overrides_below
 from ..compat.reference import recorded_loads
 from ..compat.replaced import logged_times
 from ..config import AddedDPOFields, check_loss_types, warn_of_ignored_smoothing
@@ -172,7 +171,7 @@ class DPOTrainer(ExactTrainer, trl.DPOTrainer):
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any], return_outputs: bool) -> Any:
         """Return the loss of 2B rows, which an override may have changed: both models score them as they are."""
-        if overrides_below(self, "_compute_loss") is not None:
+        if "_compute_loss" in self._overridden_below:
             return self._loss_of_override(model, inputs, return_outputs)
 
         def part_loss(part: LossInputs) -> Tensor:

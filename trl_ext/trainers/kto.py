@@ -4,6 +4,7 @@ The methods of TRL's trainer that only KTO overrides are here; the others are in
 """
 
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from ..compat.kto import (
     sequences_of,
     with_reference,
 )
-from ..compat.overrides import overrides, overrides_below
+from ..compat.overrides import overrides
 from ..compat.reference import recorded_loads
 from ..compat.replaced import unrecorded_pass
 from ..config import AddedStoreFields
@@ -36,6 +37,7 @@ class KTOReference(ReferenceSource):
     """The reference of a `KTOTrainer`. One pass scores a batch and its rows for the KL term, which share prompts."""
 
     def plan(self) -> ReferencePlan:
+        self.__dict__.pop("_overrides_kl_pass", None)  # looked up once for each plan
         facts = self.host._for_all_ranks(ReferenceFacts.of(self.host.args, self.options, **self.facts()))
         source, reference, durable = plan_reference(facts)
         policy = Decision("policy", "run", "Scores every completion, and the rows for the KL term, as in TRL.", True)
@@ -47,7 +49,7 @@ class KTOReference(ReferenceSource):
             reference = replace(reference, reason=reason)
         return ReferencePlan(decisions=(policy, reference), facts=facts, source=source, durable=durable)
 
-    @property
+    @cached_property
     def _overrides_kl_pass(self) -> bool:
         """Whether a subclass scores the rows for the KL term, which TRL asks it for unless they are precomputed."""
         return overrides(self.host, KL_PASS) is not None and not self.host.args.precompute_ref_log_probs
@@ -63,7 +65,7 @@ class KTOReference(ReferenceSource):
         code of the user, which may pass another batch on to TRL.
         """
         plan = self.host.plan
-        if overrides_below(self.host, "_compute_loss") is not None:
+        if "_compute_loss" in self.host._overridden_below:
             return not self.is_read
         return plan.source == "pass" and plan.facts.varies is not None
 

@@ -41,6 +41,7 @@ class Host(internals.ReferenceInternals, Protocol):
     eval_dataset: Any
     data_collator: Any
     _in_steps: bool
+    _overridden_below: list[str]
     skip_counts: SkipCounts
 
     @property

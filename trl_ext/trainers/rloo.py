@@ -15,7 +15,7 @@ from ..checks.arguments import check_completion_length, check_rloo_arguments
 from ..checks.data import check_enough_prompts, check_prompts, check_rewards
 from ..checks.generation import check_ends, check_generation, check_images
 from ..compat import sampled as internals
-from ..compat.overrides import PASS, overrides_below
+from ..compat.overrides import PASS
 from ..config import AddedGroupFields
 from ..config import RLOOConfig as RLOOConfig  # `training_args.bin` files refer to it here
 from ..planning.batch_keys import prompt_of
@@ -153,7 +153,7 @@ class RLOOTrainer(ExactTrainer, trl.RLOOTrainer):
         **options: Any,
     ) -> tuple[Any, Any, Any]:
         """Run TRL's pass, without the statistics that it does not read."""
-        if overrides_below(self, PASS) is None:  # it may read the model's attributes, or its logits
+        if PASS not in self._overridden_below:  # else it may read the model's attributes, or its logits
             model = partial(model, head_outputs=("log_probs", "entropy")[: 1 + compute_entropy])
         run_pass = super()._get_per_token_logps_and_entropies
         return run_pass(model, input_ids, attention_mask, logits_to_keep, batch_size, compute_entropy, **options)
