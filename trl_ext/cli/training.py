@@ -264,16 +264,16 @@ def _check_packages(training: Any) -> None:
             '`--use_vllm` needs vLLM, which is not installed. Run `pip install ".[vllm]"` in a clone of trl_ext, which '
             "also installs a version of transformers that vLLM takes, or leave `--use_vllm` out."
         )
+
+
+def _train(method: str, parsed_arguments: Parsed) -> Any:
+    training = parsed_arguments.training
     if training.push_to_hub and is_offline_mode():
         raise CommandError(
             "`--push_to_hub` needs the Hub, which is offline (`HF_HUB_OFFLINE`). Unset it, or leave `--push_to_hub` "
             "out."
         )
-
-
-def _train(method: str, parsed_arguments: Parsed) -> Any:
     trainer = build(method, parsed_arguments)
-    training = parsed_arguments.training
     try:
         trainer.train(resume_from_checkpoint=training.resume_from_checkpoint)
     except Exception as error:
