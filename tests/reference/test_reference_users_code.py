@@ -82,6 +82,12 @@ class Weight(nn.Parameter):
     pass
 
 
+class ScaledWithGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return FACTOR * x
+
+
 def scale_by(factors, *args):
     return factors["factor"] * args[-1]
 
@@ -160,6 +166,7 @@ CASES = {
     "replaced forward": (replaced_forward, "replaced_forward.<locals>.<lambda>"),
     "patched method of a module": (patched_helper, "patched_helper.<locals>.<lambda>"),
     "function in an attribute": (in_an_attribute(lambda x: FACTOR * x), "<lambda>"),
+    "autograd function": (in_an_attribute(ScaledWithGradient.apply), "ScaledWithGradient"),
     "object in an attribute": (in_an_attribute(Scale(0.5)), "Scale"),
     "function in a list": (in_an_attribute([{"a": functools.cache(scale_by)}]), "scale_by"),
     "class of a module": (module_class, "Scaled"),

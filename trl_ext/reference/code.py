@@ -257,6 +257,8 @@ def _line_of(function: Any, tensor_names: dict[int, str]) -> str:
     state = getattr(function, "__dict__", function)  # the digest of an object without attributes raises
     if isinstance(function, FunctionType):
         state = [state, closure_of(function), function.__defaults__, function.__kwdefaults__]
+    if isinstance(function, type):
+        return f"{line} {_source_hash(function)}"
     source_hash = _source_hash(function if isinstance(function, FunctionType) else type(function))
     return f"{line} {source_hash} {digest_of_value(state, tensor_names)}"
 
@@ -273,6 +275,8 @@ def _foreign_in(value: Any, met: set[int]) -> Iterator[Any]:
         parts = [*closure_of(value), *(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
     elif isinstance(value, MethodType):
         parts = [value.__func__]
+        if isinstance(value.__self__, type) and is_foreign(module_of(value.__self__)):
+            yield value.__self__  # a user's `autograd.Function`, whose `apply` is torch's
     elif isinstance(value, partial):
         module = getattr(value.func, "__module__", None) or ""
         # `checkpoint` is transformers' own
