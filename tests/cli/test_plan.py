@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from memory_estimates import saved_model
@@ -368,7 +368,22 @@ def peak_by_tokens(space: Space):
     return peak_of
 
 
+def _of_budgets() -> Space:
+    """A search that counts the smallest and the largest budget that fit, and none between them."""
+    setting = Setting("one_process", checkpointing=False)
+    return Space(
+        most_rows=1024,
+        given_option=Option(setting=setting, batch=4, accumulation=1, generation=1),
+        lengths=Lengths(np.array([171]), np.array([[5]]), group=4, shares=True, kept_together=False),
+        settings=(setting, replace(setting, checkpointing=True)),
+        changes_batch=False,
+        changes_budget=True,
+        joined_batches=1,
+    )
+
+
 @settings(deadline=None)
+@example(_of_budgets(), 2834)
 @given(spaces(), st.integers(0, 200_000))
 def test_a_search_keeps_what_is_given_and_finds_the_largest_that_fits(space: Space, bound: int):
     lengths, peak_of, ladders = space.lengths, peak_by_tokens(space), [*space.ladders()]

@@ -94,8 +94,9 @@ def search(
         if options_counted[-1].peak <= bound:
             whole.append(ladder[0].setting)
         counted_options += options_counted
-        smallest = next((x.option for x in options_counted if x.peak <= bound), ladder[0])
-        smaller += reversed(ladder[: ladder.index(smallest)])
+        largest = max((ladder.index(x.option) for x in options_counted if x.peak <= bound), default=0)
+        known_options = {x.option for x in options_counted}
+        smaller += [option for option in reversed(ladder[:largest]) if option not in known_options]
     lacking = max(0, least - sum(x.peak <= bound for x in counted_options))
     counted_options += [Counted(option, peak_of(option)) for option in smaller[:lacking]]
     return SearchResult(
