@@ -28,7 +28,13 @@ from ..packing.attention import index_select_fp32_grad, run_packed
 from ..packing.hooks import attached_functions
 from ..packing.layout import Layout
 from ..packing.packing import Packing
-from ..packing.randomness import Randomness, randomness_of, randomness_without_hooks, strongest
+from ..packing.randomness import (
+    Randomness,
+    may_keep_outputs,
+    randomness_of,
+    randomness_without_hooks,
+    strongest,
+)
 from ..packing.support import backbone_of
 from .checks import check_adapter, check_head
 from .head import LinearHead, OpaqueHead, logit_transform, resolve_head, score_by_module
@@ -110,7 +116,7 @@ class ScoringForward:
 
     def __init__(self, model: Any, options: ScoringOptions, model_forward: ModelForward) -> None:
         self.options = options
-        self._model = weakref.ref(model)  # the model's `forward` holds this object
+        self._outermost = weakref.ref(model)  # the model in its wrappers; weak, because its `forward` holds this object
         self.model_forward = model_forward  # the model's, which returns logits
         self.model_class = type(model).__name__
         self.trl_transform: LogitTransform = logit_transform(model.config, options.temperature)
@@ -129,6 +135,7 @@ class ScoringForward:
         self.packing = Packing(model, padding_free=options.padding_free, share_prompts=options.share_prompts)
         self.planned_randomness: Randomness | None = None  # what the plan knows, perhaps of another rank
         self.late_randomness: Randomness | None = None  # of users' code that came after the plan was made
+        self.may_keep_outputs = False  # whether a hook of a user may keep what a module returns, with its graph
         self._randomness: Randomness | None = None
         self._modules: list[nn.Module] | None = None  # of the model; None to look at all of it in the next pass
         self._functions: list[Any] = []  # hooks and replaced forwards when `_randomness` was found
@@ -263,16 +270,23 @@ class ScoringForward:
         """Look again, in the next pass, at what the model draws at random."""
         self._modules = None
 
-    def look_for_hooks(self) -> bool:
-        """Look at the hooks again. Return whether one has come since the plan was made that the plan must know."""
-        model = self._model()
+    def look_for_hooks(self, wrapped: nn.Module | None = None) -> bool:
+        """Look at the hooks again. Return whether one has come since the plan was made that the plan must know.
+
+        Args:
+            wrapped (`nn.Module`, *optional*): the model in the wrappers of PEFT and the engine, which may have hooks.
+        """
+        if wrapped is not None and self._outermost() is not wrapped:
+            self._outermost = weakref.ref(wrapped)
+            self._modules = None
+        model = self._outermost()
         known_randomness = self.late_randomness
         if model is not None:
             self._look_at(model)
         return self.late_randomness != known_randomness
 
     def _look_at(self, model: Any) -> None:
-        """Look at what `model` draws at random, if its hooks differ from those of the last look."""
+        """Look at what the hooks of `model` may do, if they differ from those of the last look."""
         is_first_look = self._modules is None
         if self._modules is None:
             self._modules = list(model.modules())
@@ -281,6 +295,7 @@ class ScoringForward:
             return
         self._functions = functions
         self._randomness = randomness_of(model)
+        self.may_keep_outputs = may_keep_outputs(model)
         if self._randomness is not None and not self._randomness.of_tokens:
             is_planned = self.planned_randomness is not None and not self.planned_randomness.of_tokens
             self.late_randomness = self.late_randomness if is_planned else self._randomness
@@ -289,7 +304,8 @@ class ScoringForward:
     def _randomness_of_pass(self, model: Any) -> Randomness | None:
         """Return what makes equal tokens have different hidden states in this pass."""
         # A hook may come and go within a step, for example in a user's `compute_loss`
-        self._look_at(model)
+        outermost = self._outermost()
+        self._look_at(model if outermost is None else outermost)
         randomness = strongest(self._randomness, self.late_randomness, self.planned_randomness)
         is_off = randomness is not None and randomness.in_training_only and not model.training
         return None if is_off else randomness

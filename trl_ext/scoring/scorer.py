@@ -55,10 +55,15 @@ class Scorer:
         if requires_grad != self.policy.options.entropy_requires_grad:
             self.policy.options = replace(self.policy.options, entropy_requires_grad=requires_grad)
 
-    def look_for_hooks(self) -> bool:
-        """Return whether hooks of users have come to a model since the plan was made, which the plan must know."""
-        models_have_changed = [forward.look_for_hooks() for forward in self.forwards]
-        return any(models_have_changed)
+    def look_for_hooks(self, policy: Any) -> bool:
+        """Return whether hooks of users have come to a model since the plan was made, which the plan must know.
+
+        Args:
+            policy (`nn.Module`): in the wrappers of PEFT and the engine.
+        """
+        changes = [self.policy.look_for_hooks(policy)]
+        changes += [forward.look_for_hooks() for forward in self.forwards[1:]]
+        return any(changes)
 
     @contextmanager
     def entropy_gradient(self, requires_grad: bool) -> Iterator[None]:

@@ -40,7 +40,7 @@ from ..distributed.ranks import Ranks
 from ..heads.kernels.work import triton_unavailable_reason
 from ..host.activations import ActivationsOnHost
 from ..losses.loss_types import unknown_loss_types
-from ..packing.randomness import NEFTUNE, Randomness, may_keep_outputs, randomness_of, strongest
+from ..packing.randomness import NEFTUNE, Randomness, randomness_of, strongest
 from ..planning.agreement import agreed, compared
 from ..planning.plan import (
     Decision,
@@ -565,7 +565,7 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
     def _loss_begins(self, batch: dict[str, Any]) -> None:
         """Called first by each `compute_loss`. Hooks of users may have come since the step began."""
         self._loss_reached = True
-        if not self._scorer.look_for_hooks() or self._ranks.world.num_processes > 1:
+        if not self._scorer.look_for_hooks(self.model_wrapped) or self._ranks.world.num_processes > 1:
             return  # several ranks agree on a plan when the next step begins
         self._follow_changes()
         late_randomness = self._scorer.policy.late_randomness
@@ -584,7 +584,7 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
     def _policy_scored(self, by: str | None = None, return_outputs: bool = False) -> Iterator[None]:
         """Require our forward to score the policy in the block. If a subclass's method `by` does it instead, warn."""
         entropy: AbstractContextManager[None]
-        if may_keep_outputs(self.model_wrapped):  # a loss may read their entropy
+        if self._scorer.policy.may_keep_outputs:  # a loss may read their entropy
             entropy = self._scorer.entropy_gradient(True)
         elif return_outputs or self._entropy_is_read:
             entropy = nullcontext()
