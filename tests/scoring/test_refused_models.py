@@ -12,6 +12,17 @@ from trl_ext.scoring.forward import ScoringOptions, attach_scoring_forward
 SMALL = {"d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48}
 HEADS = {"encoder_attention_heads": 4, "decoder_attention_heads": 4}
 IDS = {"vocab_size": 97, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+VISION = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "image_size": 28,
+    "patch_size": 14,
+    "vision_output_dim": 32,
+    "projector_input_dim": 32,
+    "projector_output_dim": 32,
+}
 MODELS: dict[str, tuple[Any, str]] = {
     "t5": (
         lambda: t.T5ForConditionalGeneration(t.T5Config(vocab_size=97, d_model=32, d_ff=48, num_layers=2, num_heads=4)),
@@ -25,6 +36,14 @@ MODELS: dict[str, tuple[Any, str]] = {
     "classifier": (
         lambda: t.LlamaForSequenceClassification(t.LlamaConfig(**SHAPE)),
         "`model` is a LlamaForSequenceClassification, which has no output embedding",
+    ),
+    "llama4": (
+        lambda: t.Llama4ForConditionalGeneration(
+            t.Llama4Config(
+                text_config={**SHAPE, "intermediate_size_mlp": 48, "num_local_experts": 2}, vision_config=VISION
+            )
+        ),
+        "`model` is a Llama4ForConditionalGeneration, which has no backbone",
     ),
     "backbone": (lambda: t.LlamaModel(t.LlamaConfig(**SHAPE)), "`model` is a LlamaModel, which has no output"),
 }
