@@ -167,6 +167,25 @@ def test_a_batch_that_is_longer_than_a_chunk_stays_padded(caplog: pytest.LogCapt
     assert warned(caplog) == ["A batch is not packed: it is longer than a chunk of the attention, 20 tokens."]
 
 
+def test_a_row_in_which_llama_4_would_scale_queries_by_their_column_stays_padded(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    batch = dpo_example()
+    tokens = tokens_needed(batch, in_columns=True)
+    ours, padded = (build("llama4", floor_scale=tokens, attn_temperature_tuning=True) for _ in range(2))
+    assert tokens > batch.input_ids.shape[1]
+    attach(ours)
+    attach(padded, padding_free=False)
+    seen = see(ours, batch)
+    assert seen.fed == batch.input_ids.numel()
+    assert_same(seen, see(padded, batch), 0.0)
+    said = f"A batch is not packed: beyond {tokens - 1} tokens, the model scales queries by their column."
+    assert warned(caplog) == [said]
+    fits = build("llama4", floor_scale=tokens + 1, attn_temperature_tuning=True)
+    attach(fits)
+    assert see(fits, batch).fed == tokens
+
+
 def test_a_batch_with_an_image_stays_padded_and_one_of_text_is_packed(caplog: pytest.LogCaptureFixture) -> None:
     """In either order, and the first batch is checked on text, as on ranks that have no image."""
     placeholder = FAMILIES["gemma3-with-vision"].config().image_token_index

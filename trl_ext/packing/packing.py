@@ -16,7 +16,14 @@ from torch import Tensor
 from .attention import TOKEN_TYPES, accept_layouts
 from .first_batch import packing_differences
 from .layout import Layout
-from .support import can_rebase, longest_equal, longest_in_one_chunk, padded_reason, takes_text_only
+from .support import (
+    can_rebase,
+    longest_equal,
+    longest_in_one_chunk,
+    longest_unscaled_row,
+    padded_reason,
+    takes_text_only,
+)
 
 logger = logging.getLogger("trl_ext")
 
@@ -51,6 +58,7 @@ class Packing:
             self._rebases = share_prompts and can_rebase(model)
             self._longest = longest_equal(model)
             self._chunk = longest_in_one_chunk(model)
+            self._unscaled_row = longest_unscaled_row(model)
             accept_layouts(model)
 
     def agree(self, padded_reasons: list[str | None], unshared_reasons: list[str | None]) -> None:
@@ -121,6 +129,11 @@ class Packing:
         layout = _LAST_RESULTS[options].of(ids_BS, mask_BS, labels_BS, make=make_layout)
         if isinstance(layout, str):
             self._warn_once(f"A batch is not packed: {layout}.")
+            return None
+        if self._unscaled_row is not None and max(layout.tokens, ids_BS.shape[1]) > self._unscaled_row:
+            self._warn_once(
+                f"A batch is not packed: beyond {self._unscaled_row} tokens, the model scales queries by their column."
+            )
             return None
         self.skipped_tokens += ids_BS.numel() - layout.tokens
         return layout.for_pass(model.config.get_text_config()._attn_implementation)

@@ -99,6 +99,16 @@ def longest_in_one_chunk(model: Any) -> int | None:
     return config.attention_chunk_size if is_chunked else None
 
 
+def longest_unscaled_row(model: Any) -> int | None:
+    """Return up to how many columns of a row queries are not scaled by their column; None if no layer scales them.
+
+    Llama 4's layers without rotary embeddings count the columns of what they get, whatever the positions.
+    """
+    config = model.config.get_text_config()
+    scales = config.model_type == "llama4_text" and config.attn_temperature_tuning and 0 in config.no_rope_layers
+    return int(config.floor_scale) - 1 if scales else None
+
+
 def longest_equal(model: Any) -> int | None:
     """Return the length up to which rotary embeddings ignore a batch's length; None if they always do."""
     config = model.config.get_text_config()
