@@ -201,6 +201,67 @@ def test_a_change_within_an_optimizer_step_holds_from_the_next_micro_batch(works
     assert not differences(ours, stock)
 
 
+def with_override(method: str, change: Callable[[Any], None]) -> Callable[[Any], None]:
+    """Return what makes a trainer's class one that overrides `method`, and changes the trainer in its third call."""
+
+    def give(trainer: Any) -> None:
+        parent: Any = type(trainer)
+        calls: list[int] = []
+
+        def override(self: Any, *positional: Any, **keywords: Any) -> Any:
+            calls.append(len(calls))
+            if method == "_prepare_inputs":  # our own may run before the change
+                batch = super(Changing, self)._prepare_inputs(*positional, **keywords)
+            if len(calls) == 3:
+                change(self)
+            return (
+                batch
+                if method == "_prepare_inputs"
+                else getattr(super(Changing, self), method)(*positional, **keywords)
+            )
+
+        Changing = type(parent.__name__, (parent,), {method: override})
+        trainer.__class__ = Changing
+
+    return give
+
+
+OVERRIDES = [
+    ("grpo-quantile", "compute_loss"),
+    ("grpo-quantile", "_prepare_inputs"),
+    ("grpo-loss_type-off-policy", "compute_loss"),
+    ("grpo-no-kl", "compute_loss"),
+    ("rloo-kl", "compute_loss"),
+    ("dpo-to-pairs", "compute_loss"),
+    ("dpo-losses", "_prepare_inputs"),
+    ("kto-loss", "compute_loss"),
+    ("sft-loss", "compute_loss"),
+]
+FAST_OVERRIDES = {("grpo-quantile", "compute_loss", 2), ("dpo-to-pairs", "compute_loss", 1)}
+
+
+@pytest.mark.parametrize(
+    ("name", "method", "accumulation"),
+    [
+        pytest.param(*override, size, marks=() if (*override, size) in FAST_OVERRIDES else pytest.mark.slow)
+        for override in OVERRIDES
+        for size in (1, 2)
+    ],
+)
+def test_an_override_may_change_what_the_loss_reads(
+    name: str, method: str, accumulation: int, workshop: Workshop
+) -> None:
+    case, change, _ = CHANGES[name]
+    config = {**case.config, "gradient_accumulation_steps": accumulation, "per_device_train_batch_size": 4}
+    case = replace(case, config=config)
+    if case.trainer in ("grpo", "rloo"):
+        case = replace(case, ours={"keep_groups_together": False, "zero_advantages_of_equal_rewards": False})
+    ours, stock = (
+        trained(case, trainers, workshop, with_override(method, change), 0, "before") for trainers in (OURS, STOCK)
+    )
+    assert not differences(ours, stock)
+
+
 def test_a_reward_function_may_change_what_the_loss_reads(workshop: Workshop, monkeypatch: Any) -> None:
     records = []
     for trainers in (OURS, STOCK):

@@ -68,6 +68,17 @@ from .row_balance import RowBalance
 
 logger = logging.getLogger("trl_ext")
 
+# What TRL's losses read from the trainer under other names than the arguments
+_LIVE_VALUES = (
+    "loss_types",
+    "loss_weights",
+    "epsilon_low",
+    "aux_loss_enabled",
+    "compute_loss_func",
+    "label_smoother",
+    "_entropy_bonus_enabled",
+)
+
 # What our `compute_loss` adds to a batch
 _ADDED_BY_LOSS = {
     "ref_chosen_logps",
@@ -94,6 +105,7 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
     _bypasses_loss = False  # whether the first training step did not run our `compute_loss`
     _step_begins = False  # whether the next micro-batch is the first of an optimizer step
     _in_steps = False  # whether the first micro-batch of this training has begun, and training has not ended
+    _values_of_plan: dict[str, Any] | None = None  # that TRL reads at each use
     _known_randomness: Randomness | None = None  # of the plan
     _randomness_of_ranks: Randomness | None = None  # if the ranks differ
     _scored_elsewhere: str | None = None  # why our forward does not score the policy
@@ -364,11 +376,19 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
         """The plan of this training; before training, a plan that is made at the first access."""
         return self._make_plan()
 
+    def _live_values(self) -> dict[str, Any]:
+        """Return the values that TRL reads from the trainer and its arguments at each use."""
+        values = {name: getattr(self, name, None) for name in _LIVE_VALUES}
+        values |= {name: value for name, value in vars(self).items() if name in vars(self.args)}
+        values |= {f"args.{name}": value for name, value in vars(self.args).items()}
+        return {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
+
     def _plan_again(self) -> None:
         """Replace the plan after a change."""
         for forward in self._scorer.forwards:
             forward.forget_randomness()
         self._look_for_overrides()
+        self._values_of_plan = self._live_values()
         self._known_randomness = self._randomness()
         self._scorer.policy.planned_randomness = self._known_randomness
         self.plan = self._make_plan()
@@ -376,8 +396,9 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
     def _follow_changes(self) -> None:
         """Replace the plan if a user's code has changed what it was made from, which TRL reads at each use.
 
-        In an optimizer step, changes of the model are not seen, and all ranks must make the same change.
+        In an optimizer step, the model's changes are not seen, but for hooks. All ranks must make the same change.
         """
+        self._values_of_plan = self._live_values()
         old_plan = self.plan
         plan = self._make_plan()
         self._look_for_overrides()
@@ -565,9 +586,10 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
     def _loss_begins(self, batch: dict[str, Any]) -> None:
         """Called first by each `compute_loss`. Hooks of users may have come since the step began."""
         self._loss_reached = True
-        if not self._scorer.look_for_hooks(self.model_wrapped) or self._ranks.world.num_processes > 1:
-            return  # several ranks agree on a plan when the next step begins
-        self._follow_changes()
+        hooks_have_come = self._scorer.look_for_hooks(self.model_wrapped)
+        # Several ranks agree on a plan for a hook when the next step begins
+        if self._values_of_plan != self._live_values() or (hooks_have_come and self._ranks.world.num_processes == 1):
+            self._follow_changes()
         late_randomness = self._scorer.policy.late_randomness
         if late_randomness is not None and self.model.training and self._lacks_old_policy(batch):
             logger.warning(
