@@ -100,6 +100,7 @@ CHANGES: dict[str, tuple[Case, Callable[[Any], None], int]] = {
     "grpo-level": (grpo(**OFF_POLICY), to(importance_sampling_level="sequence"), 1),
     "grpo-scale": (grpo(**OFF_POLICY), to(scale_rewards="none"), 2),
     "grpo-clip": (grpo(**OFF_POLICY, learning_rate=0.1), to(epsilon_low=0.01, epsilon_high=0.02), 1),
+    "grpo-reward-weights": (grpo(rewards=("id", "half_dead")), to(reward_weights=torch.tensor([0.5, 2.0])), 2),
     "grpo-hook": (grpo(**HALF_DEAD), with_hook, 2),
     "rloo-more-iterations": (rloo(**HALF_DEAD), to(num_iterations=2), 2),
     "rloo-more-iterations-in-cycle": (rloo(**HALF_DEAD, learning_rate=0.1), to(num_iterations=2), 1),
@@ -231,13 +232,18 @@ OVERRIDES = [
     ("grpo-quantile", "_prepare_inputs"),
     ("grpo-loss_type-off-policy", "compute_loss"),
     ("grpo-no-kl", "compute_loss"),
+    ("grpo-reward-weights", "compute_loss"),
     ("rloo-kl", "compute_loss"),
     ("dpo-to-pairs", "compute_loss"),
     ("dpo-losses", "_prepare_inputs"),
     ("kto-loss", "compute_loss"),
     ("sft-loss", "compute_loss"),
 ]
-FAST_OVERRIDES = {("grpo-quantile", "compute_loss", 2), ("dpo-to-pairs", "compute_loss", 1)}
+FAST_OVERRIDES = {
+    ("grpo-quantile", "compute_loss", 2),
+    ("grpo-reward-weights", "compute_loss", 1),
+    ("dpo-to-pairs", "compute_loss", 1),
+}
 
 
 @pytest.mark.parametrize(

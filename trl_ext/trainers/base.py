@@ -381,7 +381,7 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
         values = {name: getattr(self, name, None) for name in _LIVE_VALUES}
         values |= {name: value for name, value in vars(self).items() if name in vars(self.args)}
         values |= {f"args.{name}": value for name, value in vars(self.args).items()}
-        return {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
+        return {name: _comparable(value) for name, value in values.items()}
 
     def _plan_again(self) -> None:
         """Replace the plan after a change."""
@@ -724,3 +724,10 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
         if self._ranks.tensor_parallel is not None:
             total //= super().get_tp_size()
         return total if self._ranks.sequence is None else total // self.accelerator.parallelism_config.sp_size
+
+
+def _comparable(value: Any) -> Any:
+    """Return a value that stays as it is if a list changes, and whose `==` is a bool, as that of a tensor is not."""
+    if isinstance(value, list | tuple):
+        return tuple(_comparable(x) for x in value)
+    return value if isinstance(value, str | int | float | None) else id(value)
