@@ -15,7 +15,7 @@ def check_decoder(model: Any, argument: str) -> None:
     elif model.get_output_embeddings() is None:
         lacks = "has no output embedding"
     elif model.base_model is model and not hasattr(model, "model"):  # as Llama 4 with images, on which TRL crashes
-        lacks = "has no backbone apart from its head"
+        lacks = "has no backbone"
     else:
         return
     raise ValueError(
