@@ -1,4 +1,4 @@
-"""A user's subclass of `KTOTrainer` or `RLOOTrainer` trains as the same subclass of TRL's trainer."""
+"""A user's subclass of `DPOTrainer`, `KTOTrainer` or `RLOOTrainer` trains as the same subclass of TRL's trainer."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -9,10 +9,10 @@ import torch
 import trl
 
 import trl_ext
-from other_drop_in_cases import CASES
-from run_losses import Trainers, train
+from drop_in_cases import Case
+from run_losses import ALL_CASES, Trainers, train
 from tiny import Workshop
-from training_comparison import assert_same
+from training_comparison import assert_same, tensors_differ
 
 STOCK, OURS = Trainers.of(trl), Trainers.of(trl_ext)
 
@@ -102,6 +102,18 @@ def a_reference_scored_in_the_loss(trainer: Any) -> Any:
     return Scores
 
 
+def a_loss_that_runs_the_policy_itself(trainer: Any) -> Any:
+    """Also in evaluation. It calls nothing of TRL's loss."""
+
+    class Runs(trainer):
+        def _compute_loss(self, model: Any, inputs: Any, return_outputs: bool) -> Any:
+            outputs = model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"])
+            loss = outputs.logits.pow(2).mean()
+            return (loss, outputs) if return_outputs else loss
+
+    return Runs
+
+
 @pytest.mark.parametrize(
     ("subclass", "name", "changes"),
     [
@@ -114,13 +126,17 @@ def a_reference_scored_in_the_loss(trainer: Any) -> Any:
         (kl_rows_of_mean_log_probs, "kto-kto-ref_model", {"beta": 1.0}),
         (kl_rows_of_mean_log_probs, "kto-precompute", {}),
         (a_reference_scored_in_the_loss, "kto-epochs", {}),
+        (a_loss_that_runs_the_policy_itself, "kto-evaluation", {}),
+        (a_loss_that_runs_the_policy_itself, "kto-precompute", {}),
+        (a_loss_that_runs_the_policy_itself, "dpo-precompute-batch-eval", {}),
+        (a_loss_that_runs_the_policy_itself, "dpo-accumulation", {}),
     ],
     ids=lambda x: getattr(x, "__name__", None) or (x if isinstance(x, str) else "+".join(x) or "as_is"),
 )
-def test_a_subclass_of_kto_or_rloo_trains_as_in_trl(
+def test_a_subclass_trains_as_in_trl(
     subclass: Callable[[Any], Any], name: str, changes: dict[str, Any], workshop: Workshop
 ) -> None:
-    case = replace(CASES[name], config={**CASES[name].config, **changes}, steps=max(3, CASES[name].steps))
+    case = replace(ALL_CASES[name], config={**ALL_CASES[name].config, **changes}, steps=max(3, ALL_CASES[name].steps))
     attribute = f"{case.trainer}_trainer"
 
     def named(trainers: Trainers) -> Trainers:
@@ -130,3 +146,28 @@ def test_a_subclass_of_kto_or_rloo_trains_as_in_trl(
 
     ours, stock = (train(case, named(trainers), workshop) for trainers in (OURS, STOCK))
     assert_same(case, ours, stock)
+
+
+@pytest.mark.parametrize("kind", ["dpo", "kto"])
+def test_precomputed_log_probs_follow_the_mask_that_a_collator_changes(kind: str, workshop: Workshop) -> None:
+    """The sums that TRL has precomputed keep the tokens that the loss no longer has."""
+
+    def mask_last_tokens(trainer: Any) -> None:
+        collate = trainer.data_collator
+
+        def masked(examples: Any) -> Any:
+            batch = collate(examples)
+            last = batch["completion_mask"].cumsum(dim=1) == batch["completion_mask"].sum(dim=1, keepdim=True)
+            return {**batch, "completion_mask": batch["completion_mask"] * ~last}
+
+        trainer.data_collator = masked
+
+    case = Case("masked", kind, "lora", steps=3, learning_rate=0.05, ours={})
+    precomputed = replace(case, config={"precompute_ref_log_probs": True})
+    # A subclass that records batches would read TRL's sums
+    ours = train(precomputed, replace(OURS, records_batches=False), workshop, prepare=mask_last_tokens)
+    stock, stock_precomputed = (train(x, STOCK, workshop, prepare=mask_last_tokens) for x in (case, precomputed))
+    assert not tensors_differ("weight update", ours.updates, stock.updates)
+    assert tensors_differ("weight update", stock_precomputed.updates, stock.updates)
+    for got, want in zip(ours.logs[:3], stock.logs[:3], strict=True):
+        assert got["rewards/chosen"] == pytest.approx(want["rewards/chosen"], abs=1e-5)

@@ -305,6 +305,11 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
         return [x for x in ("compute_loss", "_compute_loss", PASS) if overrides_below(self, x) is not None]
 
     @cached_property
+    def _users_loss(self) -> str | None:
+        """An override of `_compute_loss`, which may score the policy itself. As `plan`, it holds until the next one."""
+        return None if overrides(self, "_compute_loss") is None else f"`{type(self).__name__}._compute_loss`"
+
+    @cached_property
     def _entropy_is_read(self) -> bool:
         """What `_loss_reads_entropy` returned when the plan was made."""
         return self._loss_reads_entropy()
@@ -312,6 +317,7 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
     def _look_for_overrides(self) -> None:
         """Find out again which methods run code of the user: once for each plan, because each micro-batch asks."""
         self.__dict__.pop("_overridden_below", None)
+        self.__dict__.pop("_users_loss", None)
         self._entropy_is_read = self._loss_reads_entropy()
         self._scorer.set_entropy_gradient(self._entropy_has_gradient())
 

@@ -150,7 +150,7 @@ class DPOTrainer(ExactTrainer, trl.DPOTrainer):
         self._dpo_metrics.token_counts = None
         mode = "train" if self.model.training else "eval"
         with (
-            self._policy_scored(return_outputs=return_outputs),
+            self._policy_scored(self._users_loss, return_outputs=return_outputs),
             self._non_finite.recorded(model) as policy_forwards,
             # As TRL logs as many micro-batches
             logged_times(self._metrics[mode], self._dpo_batches.merged_micro_batches if mode == "train" else 1),

@@ -136,12 +136,16 @@ class KTOTrainer(ExactTrainer, trl.KTOTrainer):
         self._loss_begins(inputs)
         self._ranks.check_same(inputs["input_ids"])
         self._reference_sums = None
-        with self._policy_scored(return_outputs=return_outputs), self._non_finite.recorded(model) as policy_forwards:
+        with (
+            self._policy_scored(self._users_loss, return_outputs=return_outputs),
+            self._non_finite.recorded(model) as policy_forwards,
+        ):
             loss = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
 
         def rows() -> dict[int, list[str]]:
-            # The last one: before it, TRL may score the rows for the KL term
-            values = {"policy": policy_forwards[-1], "reference": self._reference_sums}
+            # The last one: before it, TRL may score the rows for the KL term. An override may run none of them
+            policy = policy_forwards[-1] if policy_forwards else None
+            values = {"policy": policy, "reference": self._reference_sums}
             return not_finite_rows(values, labelled(inputs))
 
         self._non_finite.watch(loss, rows, lambda row: prompt_of(inputs, row))
