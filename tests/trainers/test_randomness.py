@@ -215,12 +215,13 @@ RUNS: dict[str, Case] = {
     "grpo-dead": Case("grpo", "grpo", config={}, rewards=("half_dead",)),
     "dpo": Case("dpo", "dpo", "lora"),
     "dpo-model": Case("dpo", "dpo", "ref_model"),
+    "dpo-sft": Case("dpo", "dpo", "lora", config={"loss_type": "sft"}),  # the reference draws, too
     "kto": Case("kto", "kto", "lora"),
     "kto-model": Case("kto", "kto", "ref_model"),
     "sft": Case("sft", "sft"),
 }
 FAST = [
-    *(("neftune", run) for run in ("rloo", "grpo", "grpo-kl", "dpo", "kto")),
+    *(("neftune", run) for run in ("rloo", "grpo", "grpo-kl", "dpo", "dpo-sft", "kto")),
     *(("hook", run) for run in ("rloo", "dpo", "sft")),
     *(("generator", run) for run in ("rloo", "grpo-dead")),
     *(("callable", "rloo"), ("layer", "rloo"), ("layer", "kto"), ("forward", "rloo"), ("forward", "grpo")),
@@ -277,6 +278,8 @@ def test_a_run_with_noise_equals_stock_trls(source: str, run: str, workshop: Wor
     case = replace(RUNS[run], config={**RUNS[run].config, **config})
     _, ours = trained(case, OURS, workshop, prepare)
     stock = _stock(source, run, workshop)
+    if (source, run) == ("within steps", "dpo-sft"):  # before the hook comes, no reference runs and rewards are absent
+        del ours.logs[0]["rewards/margins"], stock.logs[0]["rewards/margins"]
     trains = any(log.get("grad_norm", 0.0) > 0.1 for log in stock.logs)  # without noise, a loss of RLOO is 0
     assert trains or any(abs(loss) > 1e-4 for loss in stock.losses)
     assert not differences(ours, stock)

@@ -164,11 +164,15 @@ def _reference(facts: DPOFacts) -> tuple[Source, Decision, bool]:
     """Return source and decision for batches without user columns, and whether the store outlives the run."""
     needed = ""
     if not any(dpo_loss_type(name).needs_reference for name in facts.loss_types):
-        if "rewards/" not in (facts.metric_for_best_model or ""):
+        draws = facts.noise_of_batch is not None and facts.varies is not None and not facts.precompute_ref_log_probs
+        if "rewards/" in (facts.metric_for_best_model or ""):
+            needed = f"Needed for `metric_for_best_model={facts.metric_for_best_model!r}`. "
+        elif draws:
+            needed = "Not needed, but without its random draws, those of the policy would differ from TRL's. "
+        else:
             reason = (
                 "The loss type 'sft' needs no reference. The logs have no `rewards/*`, unless `metric_for_best_model` "
                 "is one of them."
             )
             return "nothing", Decision("reference", "skip", reason), False
-        needed = f"Needed for `metric_for_best_model={facts.metric_for_best_model!r}`. "
     return plan_reference(facts, needed)
