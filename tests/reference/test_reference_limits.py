@@ -171,6 +171,19 @@ def test_an_override_that_has_no_effect_is_an_error(workshop, tmp_path):
     trainer(workshop, tmp_path, Library)  # TRL does not call it there either
 
 
+def test_a_function_in_place_of_trls_that_has_no_effect_is_an_error(workshop, tmp_path, monkeypatch):
+    monkeypatch.setattr(trl.DPOTrainer, "compute_ref_log_probs", Overrides.compute_ref_log_probs)
+    with pytest.raises(ValueError, match=r"does not call `DPOTrainer.compute_ref_log_probs`"):
+        trainer(workshop, tmp_path, precompute_ref_log_probs=True)
+
+
+@pytest.mark.parametrize("loss_type", ["sigmoid", "discopop", "exo_pair"])
+def test_an_override_that_trls_loss_does_not_call_is_not_called(loss_type, workshop, tmp_path, monkeypatch):
+    monkeypatch.setattr(trl.DPOTrainer, "compute_ref_log_probs", Overrides.compute_ref_log_probs)
+    subject = trainer(workshop, tmp_path, loss_type=loss_type, label_smoothing=0.1)
+    assert len(subject.train().metrics) > 0
+
+
 class Strict(trl.trainer.dpo_trainer.DataCollatorForPreference):
     """Fails on columns that the dataloader removes, and draws random numbers."""
 

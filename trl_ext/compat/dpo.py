@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 import pyarrow.compute as pc
 import torch
+import trl
 from datasets import Dataset
 from torch import Tensor
 
@@ -27,6 +28,9 @@ _LOSSES_OF_ONE_RANK = frozenset(
     }
 )
 
+# TRL's sums of log-probs. Code of the user in its place is for precomputing, and TRL's loss does not call it
+_REFERENCE_SUMS = trl.DPOTrainer.compute_ref_log_probs
+
 
 class DPOInternals(ReferenceInternals, Protocol):
     """The members of TRL's trainer that this file reads or replaces."""
@@ -37,8 +41,6 @@ class DPOInternals(ReferenceInternals, Protocol):
     _total_train_tokens: int
     train_dataset: Any
     _tokenizer: Any
-
-    def compute_ref_log_probs(self, model: Any, inputs: dict[str, Any]) -> tuple[Tensor, Tensor]: ...
 
 
 # The policy's pass
@@ -143,7 +145,7 @@ def completion_sums(trainer: DPOInternals, log_probs: Tensor, batch: dict[str, A
 
     # Without a reference model, TRL would switch the adapters of the policy
     with replaced(trainer, ref_model=outputs):
-        return torch.stack(next_of(trainer).compute_ref_log_probs(outputs, batch))
+        return torch.stack(_REFERENCE_SUMS(trainer, outputs, batch))
 
 
 # Metrics

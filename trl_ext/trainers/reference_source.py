@@ -115,12 +115,9 @@ class ReferenceSource:
 
     def _check_own_values(self, instead: str = "Remove the override.") -> None:
         """Raise `ValueError` if `precompute_ref_log_probs` would ignore an override of `compute_ref_log_probs`."""
-        trainer_class: Any = type(self.host)
-        if self.host.args.precompute_ref_log_probs and trainer_class.compute_ref_log_probs is not (
-            self.host._trl_trainer.compute_ref_log_probs
-        ):
+        if self.host.args.precompute_ref_log_probs and overrides(self.host, "compute_ref_log_probs") is not None:
             raise ValueError(
-                f"`precompute_ref_log_probs=True` does not call `{trainer_class.__name__}.compute_ref_log_probs`, "
+                f"`precompute_ref_log_probs=True` does not call `{type(self.host).__name__}.compute_ref_log_probs`, "
                 f"because trl_ext stores a log-prob per token. {instead}"
             )
 
