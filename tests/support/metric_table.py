@@ -32,14 +32,18 @@ def _corrects(case: Case) -> bool:
     return case.vllm and case.config.get("vllm_importance_sampling_correction", True)
 
 
+def has_router_loss(case: Case) -> bool:
+    return case.model == "experts" and case.config.get("router_aux_loss_coef") != 0.0
+
+
 def skips_zero_advantages(case: Case) -> bool:
     """Return whether only the policy's loss has a gradient through a row of `case`."""
     config = case.config
     if case.trainer == "rloo":  # its KL term is part of the reward
-        return case.model != "experts"
+        return not has_router_loss(case)
     has_bonus = config.get("entropy_coef", 0.0) != 0.0 or config.get("use_adaptive_entropy", False)
     has_kl = config.get("beta", 0.0) != 0.0 or case.setup == "ref_model"
-    return not (has_kl or has_bonus or config.get("top_entropy_quantile", 1.0) < 1.0 or case.model == "experts")
+    return not (has_kl or has_bonus or config.get("top_entropy_quantile", 1.0) < 1.0 or has_router_loss(case))
 
 
 def _zeroes_noise(case: Case) -> bool:

@@ -9,7 +9,7 @@ import pytest
 
 import trl_ext
 from drop_in_cases import Case
-from fuzz import EXPLAINED, Draw, draw, outcome
+from fuzz import Draw, draw, explained, outcome
 from fuzz_fields import ALL, FIELDS, GROUPED, NOT_DRAWN, fields_of_all_configs
 from fuzz_overrides import (
     CALLBACK_ACTIONS,
@@ -33,17 +33,22 @@ NOT_COMPARED = {
     16: "refused",
     17: "both raise",
     31: "no gradient",
+    1035: "no gradient",
+    1103: "rounding",
+    1106: "stock is not finite, and ours stops",
 }
 FAST = (0, 2)
+# Draws that once differed, by a mistake of ours or of the comparison
+ONCE_DIFFERENT = (1035, 1103, 1106, 1116, 1124, 20175)
 
 # What stock TRL and PEFT warn about for some values is drawn on purpose
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
-@pytest.mark.parametrize("seed", fast_first(range(40), *FAST))
+@pytest.mark.parametrize("seed", fast_first((*range(40), *ONCE_DIFFERENT), *FAST))
 def test_a_draw_trains_as_stock(seed: int, workshop: Workshop) -> None:
     found = outcome(draw(seed), workshop)
-    if seed in NOT_COMPARED or seed in EXPLAINED:
+    if seed in NOT_COMPARED or explained(draw(seed)) is not None:
         assert str(found).startswith(NOT_COMPARED.get(seed, "")), found
     else:
         assert found == [], "\n".join([str(draw(seed)), *found[:20]])
