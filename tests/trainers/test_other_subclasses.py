@@ -91,6 +91,14 @@ def kl_rows_of_mean_log_probs(trainer: Any) -> Any:
     return Mean
 
 
+def kl_rows_of_another_number(trainer: Any) -> Any:
+    class More(trainer):
+        def _compute_kl_logps(self, model: Any, batch: Any) -> torch.Tensor:
+            return super()._compute_kl_logps(model, {name: torch.cat([x[:1], x]) for name, x in batch.items()})
+
+    return More
+
+
 def a_reference_scored_in_the_loss(trainer: Any) -> Any:
     """The reference model must not be freed after the first epoch."""
 
@@ -125,6 +133,7 @@ def a_loss_that_runs_the_policy_itself(trainer: Any) -> Any:
         (kl_rows_of_mean_log_probs, "kto-kto-full", {"beta": 1.0}),
         (kl_rows_of_mean_log_probs, "kto-kto-ref_model", {"beta": 1.0}),
         (kl_rows_of_mean_log_probs, "kto-precompute", {}),
+        (kl_rows_of_another_number, "kto-kto-full", {"beta": 1.0}),
         (a_reference_scored_in_the_loss, "kto-epochs", {}),
         (a_loss_that_runs_the_policy_itself, "kto-evaluation", {}),
         (a_loss_that_runs_the_policy_itself, "kto-precompute", {}),

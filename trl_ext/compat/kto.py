@@ -47,9 +47,16 @@ def _widened(x: Tensor, width: int) -> Tensor:
 
 
 def with_reference(batch: dict[str, Any], sums: list[Tensor]) -> dict[str, Any]:
-    """Return a batch with the reference's summed log-probs, `(B,)` or with those for the KL term `(2B,)`."""
-    names = ("ref_logps", "ref_KL_logps")
-    return {**batch, **dict(zip(names, torch.cat(sums).split(len(batch["input_ids"])), strict=False))}
+    """Return a batch with the reference's summed log-probs: those of the B rows, then those for the KL term, if any.
+
+    Usually there are B of these, too; code of the user may score another number of rows.
+    """
+    all_sums = torch.cat(sums)
+    rows = len(batch["input_ids"])
+    entries = {"ref_logps": all_sums[:rows]}
+    if len(all_sums) > rows:
+        entries["ref_KL_logps"] = all_sums[rows:]
+    return {**batch, **entries}
 
 
 def reference_in_batch(trainer: ReferenceInternals) -> AbstractContextManager[None]:
