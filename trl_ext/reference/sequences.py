@@ -36,6 +36,7 @@ class Sequences:
             16 bytes per row, from its token ids and masks up to its last token. `None` if the batch has other model
             inputs, which the keys would not include.
         lengths (`ndarray`): number of columns of each row up to its last token; set only if there are keys.
+        labels (`ndarray`): number of scored positions of each row; set only if there are keys.
     """
 
     def __init__(self, batch: dict[str, Any], identity: str) -> None:
@@ -46,15 +47,12 @@ class Sequences:
             return
         ids, attended, labelled = torch.stack([batch[name] for name in NEEDED]).cpu().numpy()
         self._labelled = labelled[:, 1:] != 0
+        self.labels = self._labelled.sum(axis=1)
         columns = np.arange(1, self.shape[1] + 1)
         # Padding on the left counts, because it shifts the positions
         self.lengths = np.where((attended != 0) | (labelled != 0), columns, 0).max(axis=1, initial=1)
         marks = (attended != 0) + 2 * (labelled != 0)
         self.keys = [_key(identity, ids[row, :length], marks[row, :length]) for row, length in enumerate(self.lengths)]
-
-    def labels_in(self, row: int) -> int:
-        """Return how many positions of the row are scored."""
-        return int(self._labelled[row].sum())
 
     def subset(self, rows: list[int]) -> dict[str, Tensor]:
         """Return token ids and masks of these rows, as wide as the longest of them."""

@@ -47,7 +47,7 @@ class MemoryStore:
             values = self.get(key)
             if values is None:
                 continue
-            if len(values) == sequences.labels_in(row) and np.isfinite(values).all():
+            if len(values) == sequences.labels[row] and np.isfinite(values).all():
                 entries[row] = values
             else:
                 self._forget(key)  # no run of ours has written this: `add` replaces it

@@ -65,16 +65,6 @@ class Scorer:
         changes += [forward.look_for_hooks() for forward in self.forwards[1:]]
         return any(changes)
 
-    @contextmanager
-    def entropy_gradient(self, requires_grad: bool) -> Iterator[None]:
-        """Set in the `with` block whether the entropy has a gradient, which costs a product with the vocabulary."""
-        before = self.policy.options.entropy_requires_grad
-        self.set_entropy_gradient(requires_grad)
-        try:
-            yield
-        finally:
-            self.set_entropy_gradient(before)
-
     def check(self, device: Any, padded_reason: str | None) -> None:
         """Check the kernels on the trainer's device. If there is a `padded_reason`, keep all batches padded."""
         check_kernels(self.options.head_kernels, device, "head_kernels")
@@ -103,11 +93,23 @@ class Scorer:
             scoring.sequence_group = group
 
     @contextmanager
-    def policy_scored(self, is_required: bool = True) -> Iterator[None]:
-        """Check, if required, that our forward scores the policy in the `with` block. Then ranks agree on packing."""
-        self.policy.was_called = False
-        yield
-        if is_required and not self.policy.was_called:
+    def policy_scored(self, *, is_required: bool, entropy_requires_grad: bool | None) -> Iterator[None]:
+        """Check, if required, that our forward scores the policy in the `with` block. Then ranks agree on packing.
+
+        Args:
+            entropy_requires_grad (`bool`, *optional*):
+                whether the entropy has a gradient in this block, which costs a product with the vocabulary.
+        """
+        policy = self.policy
+        policy.was_called = False
+        options = policy.options
+        if entropy_requires_grad is not None:
+            self.set_entropy_gradient(entropy_requires_grad)
+        try:
+            yield
+        finally:
+            policy.options = options
+        if is_required and not policy.was_called:
             raise RuntimeError(
                 "The exact LM head did not score the policy, because something replaced `model.forward` after the "
                 "trainer was built: another trainer with the same model object, or a library that patches models. "

@@ -109,6 +109,7 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
     _known_randomness: Randomness | None = None  # of the plan
     _randomness_of_ranks: Randomness | None = None  # if the ranks differ
     _scored_elsewhere: str | None = None  # why our forward does not score the policy
+    _users_loss: str | None = None  # an override of `_compute_loss` when the plan was made
 
     # 1. Construction: `_begin`, TRL's `__init__` within `_built`, `_ready`
 
@@ -304,9 +305,8 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
         """The methods of ours whose `super()` is code of the user. As `plan`, it holds until the next one."""
         return [x for x in ("compute_loss", "_compute_loss", PASS) if overrides_below(self, x) is not None]
 
-    @cached_property
-    def _users_loss(self) -> str | None:
-        """An override of `_compute_loss`, which may score the policy itself. As `plan`, it holds until the next one."""
+    def _name_of_users_loss(self) -> str | None:
+        """Return an override of `_compute_loss`, which may score the policy itself."""
         return None if overrides(self, "_compute_loss") is None else f"`{type(self).__name__}._compute_loss`"
 
     @cached_property
@@ -317,7 +317,7 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
     def _look_for_overrides(self) -> None:
         """Find out again which methods run code of the user: once for each plan, because each micro-batch asks."""
         self.__dict__.pop("_overridden_below", None)
-        self.__dict__.pop("_users_loss", None)
+        self._users_loss = self._name_of_users_loss()
         self._entropy_is_read = self._loss_reads_entropy()
         self._scorer.set_entropy_gradient(self._entropy_has_gradient())
 
@@ -611,14 +611,12 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
     @contextmanager
     def _policy_scored(self, by: str | None = None, return_outputs: bool = False) -> Iterator[None]:
         """Require our forward to score the policy in the block. If a subclass's method `by` does it instead, warn."""
-        entropy: AbstractContextManager[None]
+        entropy_requires_grad: bool | None = False
         if self._scorer.policy.may_keep_outputs:  # a loss may read their entropy
-            entropy = self._scorer.entropy_gradient(True)
+            entropy_requires_grad = True
         elif return_outputs or self._entropy_is_read:
-            entropy = nullcontext()
-        else:
-            entropy = self._scorer.entropy_gradient(False)
-        with self._scorer.policy_scored(by is None), entropy:
+            entropy_requires_grad = None
+        with self._scorer.policy_scored(is_required=by is None, entropy_requires_grad=entropy_requires_grad):
             yield
         if by is not None and not self._scorer.policy.was_called and self._scored_elsewhere is None:
             self._scored_elsewhere = f"{by} scores the policy without `fused_lm_head=True`."

@@ -30,7 +30,7 @@ from .sampled_metrics import SampledMetrics
 from .sampled_passes import Batch, SampledPasses
 
 
-class GRPOPasses(SampledPasses):
+class GRPOPasses(SampledPasses[GRPOPlan]):
     """Runs the passes of policy, old policy and reference of one trainer.
 
     Args:
@@ -44,11 +44,6 @@ class GRPOPasses(SampledPasses):
         self.buffer = buffer
         self.part_training = part_training
         self.plan_at_generation: GRPOPlan | None = None  # of the buffer; None after a checkpoint, until it is filled
-
-    @property
-    def _plan(self) -> GRPOPlan:
-        plan: GRPOPlan = self.trainer.plan
-        return plan
 
     @property
     def _plan_of_buffer(self) -> GRPOPlan:

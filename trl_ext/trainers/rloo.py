@@ -55,7 +55,7 @@ class RLOOTrainer(ExactTrainer, trl.RLOOTrainer):
                 check_generation(config)
         self._buffer = internals.Buffer(self)
         self._sampled_metrics = SampledMetrics(self, self._ranks, self._scorer, self._buffer)
-        self._passes = SampledPasses(self, self._sampled_metrics)
+        self._passes: SampledPasses[RLOOPlan] = SampledPasses(self, self._sampled_metrics)
         self._generation = internals.Generation(
             self, trl.RLOOTrainer, lambda *_, **__: self._reference_weights.entered()
         )

@@ -6,7 +6,7 @@ Dimensions: B rows of a batch, R rows that run, C completion tokens.
 from collections import defaultdict
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -19,9 +19,10 @@ from ..planning.rows import PolicyScores, ScoredTokens, all_tokens, live_tokens
 from .sampled_metrics import SampledMetrics
 
 Batch = dict[str, Any]  # `planning/batch_keys.py` lists the keys
+Plan = TypeVar("Plan", bound=Any)
 
 
-class SampledPasses:
+class SampledPasses(Generic[Plan]):
     """Runs log-prob passes of one trainer.
 
     Args:
@@ -35,8 +36,9 @@ class SampledPasses:
         self._live_tokens: Any = WeakTensorKeyDictionary()
 
     @property
-    def _plan(self) -> Any:
-        return self.trainer.plan
+    def _plan(self) -> Plan:
+        plan: Plan = self.trainer.plan
+        return plan
 
     # Rows and tokens
 
