@@ -26,15 +26,14 @@ def has_kl_rows(batch: dict[str, Any]) -> bool:
     return f"{_KL}input_ids" in batch
 
 
-def sequences_of(batch: dict[str, Any], *, with_kl: bool) -> list[dict[str, Any]]:
+def sequences_of(batch: dict[str, Any]) -> list[dict[str, Any]]:
     """Return the inputs of the reference's passes: both halves as one batch, so that they share prompts, if possible.
 
-    The rows for the KL term are the second half, or the second batch if the model has inputs other than tokens. They
-    are left out unless `with_kl`.
+    The rows for the KL term are the second half, or the second batch if the model has inputs other than tokens.
     """
     first = {name: x for name, x in batch.items() if not name.startswith(_KL) and name not in _COLUMNS}
     of_kl = {name.removeprefix(_KL): x for name, x in batch.items() if name.startswith(_KL)}
-    if not of_kl or not with_kl:
+    if not of_kl:
         return [first]
     if {*first} != {*_OF_ROWS} or {*of_kl} != {*_OF_ROWS}:
         return [first, first | of_kl]
@@ -47,16 +46,9 @@ def _widened(x: Tensor, width: int) -> Tensor:
 
 
 def with_reference(batch: dict[str, Any], sums: list[Tensor]) -> dict[str, Any]:
-    """Return a batch with the reference's summed log-probs: those of the B rows, then those for the KL term, if any.
-
-    Usually there are B of these, too; code of the user may score another number of rows.
-    """
-    all_sums = torch.cat(sums)
-    rows = len(batch["input_ids"])
-    entries = {"ref_logps": all_sums[:rows]}
-    if len(all_sums) > rows:
-        entries["ref_KL_logps"] = all_sums[rows:]
-    return {**batch, **entries}
+    """Return a batch with the reference's summed log-probs, `(B,)` or with those for the KL term `(2B,)`."""
+    names = ("ref_logps", "ref_KL_logps")
+    return {**batch, **dict(zip(names, torch.cat(sums).split(len(batch["input_ids"])), strict=False))}
 
 
 def reference_in_batch(trainer: ReferenceInternals) -> AbstractContextManager[None]:

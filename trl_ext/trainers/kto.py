@@ -4,7 +4,6 @@ The methods of TRL's trainer that only KTO overrides are here; the others are in
 """
 
 from dataclasses import replace
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -23,7 +22,6 @@ from ..compat.kto import (
 )
 from ..compat.overrides import overrides
 from ..compat.reference import recorded_loads
-from ..compat.replaced import unrecorded_pass
 from ..config import AddedStoreFields
 from ..config import KTOConfig as KTOConfig  # `training_args.bin` files refer to it here
 from ..planning.non_finite import labelled, not_finite_rows, prompt_of
@@ -37,25 +35,19 @@ class KTOReference(ReferenceSource):
     """The reference of a `KTOTrainer`. One pass scores a batch and its rows for the KL term, which share prompts."""
 
     def plan(self) -> ReferencePlan:
-        self.__dict__.pop("_overrides_kl_pass", None)  # looked up once for each plan
-        facts = self.host._for_all_ranks(ReferenceFacts.of(self.host.args, self.options, **self.facts()))
+        facts = ReferenceFacts.of(self.host.args, self.options, **self.facts())
+        if overrides(self.host, KL_PASS) is not None and not facts.precompute_ref_log_probs:
+            kl_pass = f"`{type(self.host).__name__}.{KL_PASS}` is called for the policy, then for the reference"
+            facts = replace(facts, varies=facts.varies or kl_pass)
+        facts = self.host._for_all_ranks(facts)
         source, reference, durable = plan_reference(facts)
         policy = Decision("policy", "run", "Scores every completion, and the rows for the KL term, as in TRL.", True)
         if facts.own_loss is not None:
             policy, reference = left_to_own_loss(facts.own_loss)
-        elif self._overrides_kl_pass:
-            kl_pass = f"`{type(self.host).__name__}.{KL_PASS}`"
-            reason = f"{reference.reason} {kl_pass} scores the rows for the KL term in every micro-batch."
-            reference = replace(reference, reason=reason)
         return ReferencePlan(decisions=(policy, reference), facts=facts, source=source, durable=durable)
 
-    @cached_property
-    def _overrides_kl_pass(self) -> bool:
-        """Whether a subclass scores the rows for the KL term, which TRL asks it for unless they are precomputed."""
-        return overrides(self.host, KL_PASS) is not None and not self.host.args.precompute_ref_log_probs
-
     def sequences_of(self, batch: dict[str, Any]) -> list[dict[str, Any]]:
-        return sequences_of(batch, with_kl=not self._overrides_kl_pass)
+        return sequences_of(batch)
 
     @property
     def is_run_by_trl(self) -> bool:
@@ -72,8 +64,7 @@ class KTOReference(ReferenceSource):
     def sums_of(self, batch: dict[str, Any]) -> list[torch.Tensor]:
         """Return the reference's log-probs of each completion, then of each row for the KL term, `(B,)` each."""
         sequences = self.sequences_of(batch)
-        overrides_kl_pass = self._overrides_kl_pass and has_kl_rows(batch)
-        trl_passes = 2 if has_kl_rows(batch) and not overrides_kl_pass else 1
+        trl_passes = 2 if has_kl_rows(batch) else 1
         sums = []
         for part in sequences:
             if self.host.plan.source == "store":
@@ -81,10 +72,6 @@ class KTOReference(ReferenceSource):
             else:
                 log_probs = self.run_pass(part)
             sums.append(log_probs.sum(dim=1))
-        if overrides_kl_pass:
-            # Code of the user scores these rows, as TRL's loss lets it
-            with unrecorded_pass(self.host), self.weights.entered():
-                sums.append(getattr(self.host, KL_PASS)(self._model(prepared=True), batch))
         return sums
 
 
@@ -142,10 +129,11 @@ class KTOTrainer(ExactTrainer, trl.KTOTrainer):
         ):
             loss = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
 
-        def rows() -> dict[int, list[str]]:
-            # The last one: before it, TRL may score the rows for the KL term. An override may run none of them
-            policy = policy_forwards[-1] if policy_forwards else None
-            values = {"policy": policy, "reference": self._reference_sums}
+        def rows() -> dict[int, list[str]] | None:
+            if not policy_forwards:  # an overridden loss has scored the policy without our head
+                return None
+            # The last one: before it, TRL may score the rows for the KL term
+            values = {"policy": policy_forwards[-1], "reference": self._reference_sums}
             return not_finite_rows(values, labelled(inputs))
 
         self._non_finite.watch(loss, rows, lambda row: prompt_of(inputs, row))
