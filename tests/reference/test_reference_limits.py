@@ -1,6 +1,7 @@
 """References that DPO's store cannot identify run in every pass or are stored for one run, with stock's values."""
 
 import random
+import types
 
 import numpy as np
 import pytest
@@ -175,6 +176,13 @@ def test_a_function_in_place_of_trls_that_has_no_effect_is_an_error(workshop, tm
     monkeypatch.setattr(trl.DPOTrainer, "compute_ref_log_probs", Overrides.compute_ref_log_probs)
     with pytest.raises(ValueError, match=r"does not call `DPOTrainer.compute_ref_log_probs`"):
         trainer(workshop, tmp_path, precompute_ref_log_probs=True)
+
+
+def test_an_override_that_comes_before_other_data_is_evaluated_is_an_error(workshop, tmp_path):
+    subject = trainer(workshop, tmp_path, precompute_ref_log_probs=True)
+    subject.compute_ref_log_probs = types.MethodType(Overrides.compute_ref_log_probs, subject)
+    with pytest.raises(ValueError, match=r"does not call `DPOTrainer.compute_ref_log_probs`"):
+        subject.evaluate(preferences(4, seed=9))
 
 
 @pytest.mark.parametrize("loss_type", ["sigmoid", "discopop", "exo_pair"])

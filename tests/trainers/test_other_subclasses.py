@@ -99,6 +99,19 @@ def kl_rows_of_another_number(trainer: Any) -> Any:
     return More
 
 
+def kl_rows_that_count_calls(trainer: Any) -> Any:
+    """TRL calls it for the policy, then for the reference."""
+
+    class Counts(trainer):
+        calls = 0
+
+        def _compute_kl_logps(self, model: Any, batch: Any) -> torch.Tensor:
+            self.calls += 1
+            return super()._compute_kl_logps(model, batch) + self.calls % 3
+
+    return Counts
+
+
 def a_reference_scored_in_the_loss(trainer: Any) -> Any:
     """The reference model must not be freed after the first epoch."""
 
@@ -134,6 +147,8 @@ def a_loss_that_runs_the_policy_itself(trainer: Any) -> Any:
         (kl_rows_of_mean_log_probs, "kto-kto-ref_model", {"beta": 1.0}),
         (kl_rows_of_mean_log_probs, "kto-precompute", {}),
         (kl_rows_of_another_number, "kto-kto-full", {"beta": 1.0}),
+        (kl_rows_that_count_calls, "kto-kto-full", {"beta": 1.0}),
+        (kl_rows_that_count_calls, "kto-kto-lora", {"beta": 1.0}),
         (a_reference_scored_in_the_loss, "kto-epochs", {}),
         (a_loss_that_runs_the_policy_itself, "kto-evaluation", {}),
         (a_loss_that_runs_the_policy_itself, "kto-precompute", {}),
@@ -180,3 +195,37 @@ def test_precomputed_log_probs_follow_the_mask_that_a_collator_changes(kind: str
     assert tensors_differ("weight update", stock_precomputed.updates, stock.updates)
     for got, want in zip(ours.logs[:3], stock.logs[:3], strict=True):
         assert got["rewards/chosen"] == pytest.approx(want["rewards/chosen"], abs=1e-5)
+
+
+def test_a_reference_of_code_below_ours_is_the_model(workshop: Workshop) -> None:
+    """Code between ours and TRL's may do with `self.ref_model` what it does in TRL."""
+
+    class Between(trl.DPOTrainer):
+        def _compute_loss(self, model: Any, inputs: Any, return_outputs: bool) -> Any:
+            assert not self.ref_model.eval().training
+            with torch.no_grad():
+                logits = self.ref_model(inputs["input_ids"], attention_mask=inputs["attention_mask"]).logits
+            loss = super()._compute_loss(model, inputs, return_outputs)
+            return loss * (1 + logits.pow(2).mean())
+
+    ours = replace(OURS, dpo_trainer=type("OfUser", (trl_ext.DPOTrainer, Between), {}))
+    case = Case("below", "dpo", "ref_model", steps=3, learning_rate=0.05, ours={})
+    assert_same(case, train(case, ours, workshop), train(case, replace(STOCK, dpo_trainer=Between), workshop))
+
+
+@pytest.mark.parametrize("kind", ["dpo", "kto"])
+@pytest.mark.parametrize("calls_super", [True, False])
+def test_a_loss_of_fewer_rows_that_is_not_finite_stops_training(
+    kind: str, calls_super: bool, workshop: Workshop
+) -> None:
+    class Infinite(getattr(trl_ext, f"{kind.upper()}Trainer")):  # type: ignore[misc]
+        def _compute_loss(self, model: Any, inputs: Any, return_outputs: bool) -> Any:
+            if not calls_super:
+                return model(inputs["input_ids"]).logits.mean() * torch.inf
+            half = {name: x[::2] for name, x in inputs.items()}
+            return super()._compute_loss(model, half, return_outputs) * torch.inf
+
+    case = Case("infinite", kind, "lora", ours={"on_non_finite_loss": "stop"})
+    ours = replace(OURS, records_batches=False, **{f"{kind}_trainer": Infinite})
+    with pytest.raises(FloatingPointError, match=r"not finite in step 1. Rank 0: .*the loss is inf"):
+        train(replace(case, config={"per_device_train_batch_size": 4}), ours, workshop)

@@ -164,10 +164,10 @@ def _reference(facts: DPOFacts) -> tuple[Source, Decision, bool]:
     """Return source and decision for batches without user columns, and whether the store outlives the run."""
     needed = ""
     if not any(dpo_loss_type(name).needs_reference for name in facts.loss_types):
-        draws = facts.noise_of_batch is not None and facts.varies is not None and not facts.precompute_ref_log_probs
+        reference_draws = facts.varies is not None and not facts.precompute_ref_log_probs
         if "rewards/" in (facts.metric_for_best_model or ""):
             needed = f"Needed for `metric_for_best_model={facts.metric_for_best_model!r}`. "
-        elif draws:
+        elif facts.noise_of_batch is not None and reference_draws:
             needed = "Not needed, but without its random draws, those of the policy would differ from TRL's. "
         else:
             reason = (

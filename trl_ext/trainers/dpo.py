@@ -159,7 +159,9 @@ class DPOTrainer(ExactTrainer, trl.DPOTrainer):
         if not return_outputs:
             self._part_training.check_last_part(loss)
 
-        def rows() -> Any:
+        def rows() -> dict[int, list[str]] | None:
+            if not policy_forwards:  # an overridden loss has scored the policy without our head
+                return None
             values = {"policy": self._dpo_passes.in_order(policy_forwards), "reference": self._reference_log_probs}
             return not_finite_rows(values, labelled(inputs))
 
@@ -236,23 +238,24 @@ class DPOTrainer(ExactTrainer, trl.DPOTrainer):
 
     def _loss_of_override(self, model: Any, inputs: dict[str, Any], return_outputs: bool) -> Any:
         """Return the loss of code between ours and TRL's, which runs the models itself, perhaps on another batch."""
-        reads_scores = self._dpo_terms.read_scores
+        added_terms = self._dpo_terms.added_terms
         reference_model = self._source.model_in_override(inputs)
         # Without a term of ours, that code gets the model itself
-        policy = internals.Recorded(model) if reads_scores else model
+        policy = internals.Recorded(model) if added_terms else model
         with internals.loss_of_scores(self, self._dpo_terms.of_trl, reference_model):
             result = super()._compute_loss(policy, _without_rewards(inputs), return_outputs)
         reference = None if reference_model is None else reference_model().log_probs
         self._reference_log_probs = _reference_log_probs(inputs, reference)
-        if not reads_scores:
+        if not added_terms:
             return result
+        names = " and ".join(f"'{name}'" for name, _ in added_terms)
+        if policy.scores is None or len(policy.scores.log_probs) != len(inputs["input_ids"]):
+            raise RuntimeError(
+                f"The loss type {names} reads the policy's log-probs of the batch, but an overridden `_compute_loss` "
+                "did not call `super()._compute_loss(...)` for all of its rows. Call it, or leave the loss type out."
+            )
         loss_inputs = LossInputs(inputs, policy.scores, reference)
-        terms = self._dpo_terms.of(loss_inputs)
-        if terms.bounded:
-            # Only now it is known that a term overflows. That code runs again, on finished scores
-            loss = self._loss(loss_inputs, defaultdict(list))
-        else:
-            loss = self._dpo_terms.add(result[0] if return_outputs else result, terms.added_terms, loss_inputs, None)
+        loss = self._dpo_terms.add(result[0] if return_outputs else result, added_terms, loss_inputs, None)
         return (loss, result[1]) if return_outputs else loss
 
 

@@ -52,7 +52,7 @@ class LossTerms:
 
     of_trl: Terms
     bounded: list[tuple[str, float, Tensor]]  # TRL's that overflow, with sums of the reference, `(2, B)`, that do not
-    added_terms: Terms  # which TRL lacks; with "sft" its label smoothing
+    added_terms: Terms
 
 
 class Trainer(internals.DPOInternals, Protocol):
@@ -82,15 +82,10 @@ class DPOTerms:
     def of_trl(self) -> Terms:
         return [(name, weight) for name, weight in self._weights() if name not in PREFERENCE_LOSSES]
 
-    @property
-    def read_scores(self) -> bool:
-        """Whether a term of ours, or an exponential that may overflow, reads the policy's scores."""
-        return bool(self._added() or self._exponentials())
-
     def of(self, loss_inputs: LossInputs) -> LossTerms:
         exponentials = self._exponentials()
         if not exponentials:
-            return LossTerms(self.of_trl, [], self._added())
+            return LossTerms(self.of_trl, [], self.added_terms)
         policy_2B = internals.completion_sums(self.trainer, loss_inputs.scores.log_probs, loss_inputs.batch).detach()
         reference_2B = self._reference_sums(loss_inputs)
         of_trl: Terms = []
@@ -102,12 +97,14 @@ class DPOTerms:
                 of_trl.append((name, weight))
             else:
                 bounded.append((name, weight, sums_2B))
-        return LossTerms(of_trl, bounded, self._added())
+        return LossTerms(of_trl, bounded, self.added_terms)
 
     def _weights(self) -> Terms:
         return list(zip(self.trainer.loss_types, self.trainer.loss_weights, strict=True))
 
-    def _added(self) -> Terms:
+    @property
+    def added_terms(self) -> Terms:
+        """The terms that TRL lacks; with "sft" its label smoothing."""
         added_terms = [(name, weight) for name, weight in self._weights() if name in PREFERENCE_LOSSES]
         if self.options.sft_label_smoothing:
             added_terms += [(name, weight) for name, weight in self._weights() if name == "sft"]

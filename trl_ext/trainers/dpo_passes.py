@@ -107,11 +107,6 @@ class DPOPasses:
         most = max(count[0] for count in self.ranks.gather_counts([len(parts)]))
         return few_parts(tokens, pairs, budget, at_least=most)
 
-    def in_order(self, forwards: list[Tensor]) -> Tensor | None:
-        """Return what the policy's forwards over a batch gave, `(rows, ...)` each, as rows of the batch.
-
-        None if there was none, because an overridden loss does not run the policy as TRL does.
-        """
-        if not forwards:
-            return None
+    def in_order(self, forwards: list[Tensor]) -> Tensor:
+        """Return what the policy's forwards over a batch gave, `(rows, ...)` each, as rows of the batch."""
         return forwards[0] if self._order is None else torch.cat(forwards)[self._order]

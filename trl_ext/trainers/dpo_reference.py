@@ -83,7 +83,8 @@ class DPOReference(reference_source.ReferenceSource):
             processes=self.ranks.accelerator.num_processes,
             has_images=holds_images(self.host),
             has_router_loss=self.host.aux_loss_enabled,
-            overrides_loss=overrides(self.host, "_compute_loss") is not None,
+            overrides_loss=overrides(self.host, "_compute_loss") is not None
+            or "compute_loss" in self.host._overridden_below,
             own_step=overrides(self.host, *STEP, "get_batch_samples"),
             positions_by_length=positions_by_length(self.host.model, args.max_length, args.pad_to_multiple_of),
             noise_of_batch=noise_of_batch,
@@ -146,13 +147,14 @@ class DPOReference(reference_source.ReferenceSource):
                 log_probs=self.run_pass(batch, labels=labels, model=model) if log_probs is None else log_probs
             )
 
-        def reference(**inputs: Any) -> Any:
-            if inputs and model is not None and not _same_inputs(inputs, {**batch, "labels": labels}):
-                with unrecorded_pass(self.host), self.weights.entered():
-                    return model(**inputs)
-            return outputs()
+        def run(*positional: Any, **inputs: Any) -> Any:
+            is_asked_for_batch = not (positional or inputs) or _same_inputs(inputs, {**batch, "labels": labels})
+            if model is None or is_asked_for_batch:
+                return outputs()
+            with unrecorded_pass(self.host), self.weights.entered():
+                return model(*positional, **inputs)
 
-        return reference
+        return _ReferenceInOverride(model, run)
 
     def columns_of(self, batch: dict[str, Any]) -> dict[str, Tensor]:
         """Return the entries of `batch` that TRL precomputes."""
@@ -179,5 +181,22 @@ class DPOReference(reference_source.ReferenceSource):
             return log_probs
 
 
-def _same_inputs(inputs: dict[str, Tensor], of_batch: dict[str, Tensor]) -> bool:
-    return all(torch.equal(inputs[name], of_batch[name]) for name in ("input_ids", "attention_mask", "labels"))
+class _ReferenceInOverride:
+    """The reference model, for code of the user: a scoring forward over the batch gets log-probs that are known."""
+
+    def __init__(self, model: Any, run: Callable[..., Any]) -> None:
+        self._model = model
+        self._run = run
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+    def __call__(self, *positional: Any, **inputs: Any) -> Any:
+        return self._run(*positional, **inputs)
+
+
+def _same_inputs(inputs: dict[str, Any], of_batch: dict[str, Tensor]) -> bool:
+    names = ("input_ids", "attention_mask", "labels")
+    return bool(inputs.get("fused_lm_head")) and all(
+        name in inputs and torch.equal(inputs[name], of_batch[name]) for name in names
+    )

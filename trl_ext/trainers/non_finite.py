@@ -15,7 +15,8 @@ from ..planning.non_finite import why_not_skipped
 
 logger = logging.getLogger("trl_ext")
 
-Rows = Callable[[], dict[int, list[str]]]  # returns row -> names of its values that are not finite
+# Returns row -> names of its values that are not finite; None if no pass of the policy was seen
+Rows = Callable[[], dict[int, list[str]] | None]
 
 
 class Trainer(Protocol):
@@ -71,7 +72,8 @@ class NonFiniteLoss:
 
         def record(module: Any, positional: Any, inputs: dict[str, Any], outputs: Any) -> None:
             if inputs.get("fused_lm_head") and outputs.log_probs.requires_grad:
-                log_probs.append(outputs.log_probs.detach()[:, -(inputs["input_ids"].shape[1] - 1) :])
+                ids = inputs["input_ids"] if "input_ids" in inputs else positional[0]
+                log_probs.append(outputs.log_probs.detach()[:, -(ids.shape[1] - 1) :])
 
         hook = model.register_forward_hook(record, with_kwargs=True)
         try:
@@ -103,6 +105,8 @@ class NonFiniteLoss:
             return None
         rank = f"Rank {self.ranks.world.process_index}"
         rows = rows_of()
+        if rows is None:
+            return f"{rank}: the loss is {loss.item()}."
         if not rows:
             return f"{rank}: log-probs and rewards are finite, but the loss is {loss.item()}."
         descriptions = []

@@ -36,7 +36,6 @@ _MAY_RUN_IT = ("_compute_loss", "_compute_kl_logps", "compute_ref_log_probs")
 class Host(internals.ReferenceInternals, Protocol):
     """The trainer members that the reference reads. It sets only `ref_model`, when it frees or loads the model."""
 
-    _trl_trainer: Any
     train_dataset: Any
     eval_dataset: Any
     data_collator: Any
@@ -338,7 +337,10 @@ class ReferenceSource:
     def precompute(self, dataset: Any, name: str, batch_size: int) -> None:
         host, args = self.host, self.host.args
         if host.plan.source != "store":
+            # TRL's data loader draws its seed; later draws must not differ
+            torch.empty((), dtype=torch.int64).random_()
             return
+        self._check_own_values()  # also of a data set that `evaluate` gets later
         workers = {"num_workers": args.dataloader_num_workers, "pin_memory": args.dataloader_pin_memory}
         loader = DataLoader(dataset, batch_size=batch_size, collate_fn=host.data_collator, **workers)
         batches = self.ranks.accelerator.prepare(loader)
