@@ -42,8 +42,8 @@ def score_as_reference(
     if trainer.aux_loss_enabled and hasattr(text_config, "output_router_logits"):
         inputs["output_router_logits"] = True  # as in the policy's pass
     with trainer.accelerator.autocast():
-        scored = model(**inputs, use_cache=False, labels=labels, fused_lm_head=True, head_outputs=("log_probs",))
-    return scored.log_probs[:, -(labels.shape[1] - 1) :]
+        outputs = model(**inputs, use_cache=False, labels=labels, fused_lm_head=True, head_outputs=("log_probs",))
+    return outputs.log_probs[:, -(labels.shape[1] - 1) :]
 
 
 def policy_before_training(trainer: ReferenceInternals) -> Any:

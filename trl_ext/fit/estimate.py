@@ -51,7 +51,7 @@ def step_of(run: Run) -> Step:
         model=policy.make,
         rows=rows,
         tokens=tokens,
-        scored=tokens - max(run.prompt_length - 1, 0),
+        scored_tokens=tokens - max(run.prompt_length - 1, 0),
         outputs=("log_probs", "entropy", *_HEAD_OUTPUTS.get(run.method, ())),
         head=training.head,
         chunk_size=training.head_chunk_size,
@@ -74,11 +74,11 @@ def longest_rows(step: Step, most_tokens: int, limit: int) -> tuple[int, int]:
 
     They have at most `most_tokens`. The first is 0 if no row of 64 tokens fits.
     """
-    prompt = step.tokens - step.scored
+    prompt = step.tokens - step.scored_tokens
 
     def bytes_of(number: int) -> int:
         tokens = (number + 1) * _LENGTH_STEP - 1
-        return memory_of_step(replace(step, tokens=tokens, scored=max(1, tokens - prompt))).peak
+        return memory_of_step(replace(step, tokens=tokens, scored_tokens=max(1, tokens - prompt))).peak
 
     most = min(most_tokens, _MOST_TOKENS // step.rows)
     count = most // _LENGTH_STEP

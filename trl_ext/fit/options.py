@@ -137,7 +137,7 @@ class Space:
             passes=passes,
             tokens=tokens,
             pairs=units * lengths.mean_pairs,
-            scored=units * lengths.mean_scored,
+            scored_tokens=units * lengths.mean_scored,
             checkpointing=option.setting.checkpointing,
             engine=option.setting.engine,
             devices=devices,

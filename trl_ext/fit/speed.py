@@ -76,7 +76,7 @@ class StepWork:
     passes: int  # forward passes with a gradient
     tokens: float  # that the backbone processes in all of them, with padding
     pairs: float  # of query and key
-    scored: float  # tokens that the head scores
+    scored_tokens: float  # tokens that the head scores
     checkpointing: bool
     engine: str  # "one_process", "ddp", "fsdp2", or "zero1" to "zero3"
     devices: int
@@ -89,7 +89,7 @@ def seconds(work: StepWork, model: Model, device: Device) -> float:
     """Return the predicted time of the step. It grows with each number in `work`."""
     cost = model.cost
     backbone = cost.of_token * work.tokens + cost.of_pair * work.pairs
-    head = cost.of_scored_token * work.scored
+    head = cost.of_scored_token * work.scored_tokens
     recomputed = float(work.checkpointing)
     forwards = 1.0 + recomputed + work.reference
     # The tiled head computes its logits again in the backward

@@ -55,7 +55,7 @@ class Step:
     optimizer: Callable[[Any], torch.optim.Optimizer]  # makes the optimizer of that model
     rows: int  # of a micro-batch; two for each pair
     tokens: int  # of each row that the model processes
-    scored: int  # the last tokens of each row, which the head scores
+    scored_tokens: int  # the last tokens of each row, which the head scores
     outputs: tuple[str, ...]  # of the head
     device: torch.device  # the device for which the head chooses its tile sizes
     head: str = "tiled"
@@ -67,7 +67,7 @@ class Step:
     engine: Engine = "one_process"
     devices: int = 1  # the number of devices; all other values are for one of them
     reduce_bucket_size: int = 500_000_000  # DeepSpeed's, with its default: elements of its buffer for gradients
-    lengths: tuple[Row, ...] = ()  # of rows that differ, in place of `rows`, `tokens` and `scored`
+    lengths: tuple[Row, ...] = ()  # of rows that differ, in place of `rows`, `tokens` and `scored_tokens`
     shares: bool = False  # `share_prompts`
     offloads: bool = False  # `activation_offloading`
     hosts_reference: bool = False  # `reference_device="cpu"`
@@ -277,7 +277,7 @@ def _layout(step: Step, model: Any, fake: FakeTensorMode, shares: bool) -> Layou
 
     If rows may share tokens, all share their first, as with a chat template: attention then copies keys and values.
     """
-    rows = step.lengths or [Row(i, step.tokens - step.scored + 1, step.scored) for i in range(step.rows)]
+    rows = step.lengths or [Row(i, step.tokens - step.scored_tokens + 1, step.scored_tokens) for i in range(step.rows)]
     # The last token of a row is only predicted
     lengths_B = np.array([row.prompt + row.completion - 1 for row in rows])
     ids_BS = np.zeros((len(rows), max(lengths_B)), np.int64)
@@ -329,7 +329,7 @@ def _log_probs(step: Step, inner: Any, hidden_NH: Tensor) -> Tensor:
     weights = vocabulary * hidden_NH.shape[1]
     chunk = rows_per_tile(N, step.device, step.chunk_size, weights)
     with rows.readable():
-        scored = run_head(
+        scores = run_head(
             step.head,
             hidden_NH,
             rows.weight,
@@ -342,8 +342,8 @@ def _log_probs(step: Step, inner: Any, hidden_NH: Tensor) -> Tensor:
             readable=rows.readable,
             shard=rows.shard,
         )
-    assert scored.log_probs is not None
-    return scored.log_probs
+    assert scores.log_probs is not None
+    return scores.log_probs
 
 
 def _move_from_meta(model: torch.nn.Module) -> None:

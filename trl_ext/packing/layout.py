@@ -113,10 +113,10 @@ class Layout:
                 keys_K[k : k + length] = path
                 k += length
             columns = np.flatnonzero(scored_BS[i])
-            scored = slice(ends_B[i] - len(columns), ends_B[i])
-            row_N[scored] = i
-            column_N[scored] = columns
-            at_N[scored] = path[columns - first]
+            places = slice(ends_B[i] - len(columns), ends_B[i])
+            row_N[places] = i
+            column_N[places] = columns
+            at_N[places] = path[columns - first]
             t = new_tokens.stop
         same_T = np.empty(self.tokens, np.int64)
         same_T[at_N] = np.arange(len(at_N))

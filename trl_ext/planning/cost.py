@@ -41,13 +41,15 @@ class CostModel:
 
         `completions` is the number of completions of a row: 2 for a pair.
         """
-        pair, scored = self.of_pair / self.of_token, self.of_scored_token / self.of_token
+        pair_cost = self.of_pair / self.of_token
+        scored_token_cost = self.of_scored_token / self.of_token
 
         def of_prompt(length: int) -> int:
-            return round(length + pair * length * length / 2)
+            return round(length + pair_cost * length * length / 2)
 
         def of_completion(prompt: int, length: int, scored_tokens: int) -> int:
-            return round(length + pair * length * (prompt + length / 2 / completions) + scored * scored_tokens)
+            attention = pair_cost * length * (prompt + length / 2 / completions)
+            return round(length + attention + scored_token_cost * scored_tokens)
 
         rows = zip(tokens.prompt_tokens_B, tokens.own_tokens_B, tokens.scored_tokens_B, strict=True)
         return replace(

@@ -44,14 +44,14 @@ class SampledLossInputs:
     entries_for_reuse: dict[str, Tensor]  # of the batch, for later iterations over this micro-batch
 
     @property
-    def scored(self) -> ScoredTokens:
+    def scored_tokens(self) -> ScoredTokens:
         """The rows that ran and the tokens that were scored."""
-        return self.scores.scored
+        return self.scores.scored_tokens
 
     @cached_property
     def entropies_BC(self) -> Tensor:
         """With the graph of the training forward, and 0 where nothing was scored."""
-        return self.scored.scatter(self.scores.entropies_RC)
+        return self.scored_tokens.scatter(self.scores.entropies_RC)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,12 +72,12 @@ class LossInputs(SampledLossInputs):
             `RuntimeError`: a scored token has no log-prob of the old policy.
         """
         facts = plan.facts
-        scored = scores.scored
-        loss_tokens_BC = scored.tokens_BC
+        scored_tokens = scores.scored_tokens
+        loss_tokens_BC = scored_tokens.tokens_BC
         if "tool_mask" in batch:  # else equal, and a kernel launch less
             # For a subclass's pass, a tool's tokens are scored too; ratio and bounds leave them out
             loss_tokens_BC = loss_tokens_BC & loss_mask(batch)
-        policy_BC = scored.scatter(scores.log_probs_RC)
+        policy_BC = scored_tokens.scatter(scores.log_probs_RC)
         stored_old_BC: Tensor | None = batch.get(OLD_POLICY, batch.get("old_per_token_logps"))
         if facts.force_on_policy_ratio:
             stored_old_BC = None
@@ -89,8 +89,8 @@ class LossInputs(SampledLossInputs):
         else:
             old_BC = stored_old_BC
             # Elsewhere a ratio of exactly 1, without a gradient
-            policy_BC = torch.where(scored.tokens_BC, policy_BC, old_BC)
-            unknown_BC = scored.tokens_BC & ~batch.get(OLD_POLICY_SCORED, scored.tokens_BC)
+            policy_BC = torch.where(scored_tokens.tokens_BC, policy_BC, old_BC)
+            unknown_BC = scored_tokens.tokens_BC & ~batch.get(OLD_POLICY_SCORED, scored_tokens.tokens_BC)
             if unknown_BC.any():
                 # The plan has changed since these rows were skipped, and their ratio is multiplied by 0
                 if facts.beta or not zero_advantages(batch["advantages"])[unknown_BC.any(dim=1)].all():
@@ -99,7 +99,7 @@ class LossInputs(SampledLossInputs):
         reference_BC = batch.get("ref_per_token_logps")
         if reference_BC is not None:
             # Elsewhere a KL term of exactly 0
-            reference_BC = torch.where(scored.tokens_BC, reference_BC, policy_BC.detach())
+            reference_BC = torch.where(scored_tokens.tokens_BC, reference_BC, policy_BC.detach())
         importance_ratio = batch.get(OLD_POLICY_SAMPLER_RATIO, batch.get("importance_sampling_ratio"))
         sampler_ratio = None
         if importance_ratio is None and facts.sampler_ratio is not None:
@@ -122,7 +122,7 @@ class LossInputs(SampledLossInputs):
         )
         entries_for_reuse = {} if importance_ratio is None else {OLD_POLICY_SAMPLER_RATIO: importance_ratio}
         if stored_old_BC is None:
-            entries_for_reuse |= old_policy_entries(old_BC, scored.tokens_BC)
+            entries_for_reuse |= old_policy_entries(old_BC, scored_tokens.tokens_BC)
         return cls(
             scores=scores,
             policy_BC=policy_BC,
@@ -160,7 +160,7 @@ class LossInputs(SampledLossInputs):
             "ratio to the sampler": self.importance_ratio,
             "reward": batch["advantages"],
         }
-        return not_finite_rows(values, self.scored.tokens_BC)
+        return not_finite_rows(values, self.scored_tokens.tokens_BC)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,8 +173,8 @@ class RLOOLossInputs(SampledLossInputs):
 
     @classmethod
     def of(cls, batch: dict[str, Any], scores: PolicyScores) -> "RLOOLossInputs":
-        scored = scores.scored
-        policy_BC = scored.scatter(scores.log_probs_RC)
+        scored_tokens = scores.scored_tokens
+        policy_BC = scored_tokens.scatter(scores.log_probs_RC)
         completion_mask_BC = batch["completion_mask"]
         old_sums_B = batch.get("old_logps")
         # Asked of the batch, because a user may have changed the schedule since it was generated
@@ -185,10 +185,10 @@ class RLOOLossInputs(SampledLossInputs):
         if old_sums_B is None:
             old_sums_B = (policy_BC.detach() * completion_mask_BC).sum(dim=1)
             entries_for_reuse = {OLD_POLICY_SUMS: old_sums_B}
-        if not scored.all_rows_run:
+        if not scored_tokens.all_rows_run:
             # The ratio of a row that does not run is 1, and its entropy does not count
-            live_B = torch.zeros(len(scored.tokens_BC), dtype=torch.bool, device=scored.rows_R.device)
-            live_B[scored.rows_R] = True
+            live_B = torch.zeros(len(scored_tokens.tokens_BC), dtype=torch.bool, device=scored_tokens.rows_R.device)
+            live_B[scored_tokens.rows_R] = True
             completion_mask_BC = completion_mask_BC * live_B.unsqueeze(1)
             old_sums_B = old_sums_B.masked_fill(~live_B, 0.0)
         return cls(
@@ -208,7 +208,7 @@ class RLOOLossInputs(SampledLossInputs):
     def not_finite(self, batch: dict[str, Any]) -> dict[int, list[str]]:
         """Return each row with a value that is not finite, and what gave the value: passes or reward."""
         values = {"policy": self.policy_BC.detach(), "old policy": self.old_sums_B, "reward": batch["advantages"]}
-        return not_finite_rows(values, self.scored.tokens_BC)
+        return not_finite_rows(values, self.scored_tokens.tokens_BC)
 
 
 def trusted_log_probs(batch: dict[str, Any], policy_BC: Tensor, loss_tokens_BC: Tensor) -> Tensor:
@@ -217,13 +217,15 @@ def trusted_log_probs(batch: dict[str, Any], policy_BC: Tensor, loss_tokens_BC: 
     return torch.where(loss_tokens_BC & ~sampler_BC.isnan(), sampler_BC, policy_BC)
 
 
-def not_finite_in(batch: dict[str, Any], pass_log_probs: list[Tensor], scored: ScoredTokens) -> dict[int, list[str]]:
+def not_finite_in(
+    batch: dict[str, Any], pass_log_probs: list[Tensor], scored_tokens: ScoredTokens
+) -> dict[int, list[str]]:
     """Return what `LossInputs.not_finite` returns, for a loss that is not TRL's: its first pass may be of the batch.
 
     Args:
         pass_log_probs (list of `Tensor`): the log-probs of each pass `(B, S - 1)`.
     """
-    rows, columns = scored.tokens_BC.shape
+    rows, columns = scored_tokens.tokens_BC.shape
     policy_BC = None
     for log_probs_BS in pass_log_probs[:1]:
         if len(log_probs_BS) == rows and log_probs_BS.size(1) >= columns:
@@ -235,4 +237,4 @@ def not_finite_in(batch: dict[str, Any], pass_log_probs: list[Tensor], scored: S
         "ratio to the sampler": batch.get("importance_sampling_ratio"),
         "reward": batch["advantages"],
     }
-    return not_finite_rows(values, scored.tokens_BC)
+    return not_finite_rows(values, scored_tokens.tokens_BC)

@@ -39,7 +39,7 @@ class RowTokens:
 
     @classmethod
     def of(
-        cls, batch: dict[str, Any], scored: ScoredTokens, *, packed: bool = True, shared: bool = True
+        cls, batch: dict[str, Any], scored_tokens: ScoredTokens, *, packed: bool = True, shared: bool = True
     ) -> "RowTokens":
         """Return the tokens of each row of TRL's batch. Prompts are compared by content.
 
@@ -47,10 +47,10 @@ class RowTokens:
             packed (`bool`): whether the forward leaves out padding and what follows a row's last scored token.
             shared (`bool`): whether rows of a forward share equal prompts.
         """
-        (rows, C), P = scored.tokens_BC.shape, batch["prompt_ids"].size(1)
-        runs = {*(range(rows) if scored.all_rows_run else scored.rows_R.tolist())}
+        (rows, C), P = scored_tokens.tokens_BC.shape, batch["prompt_ids"].size(1)
+        runs = {*(range(rows) if scored_tokens.all_rows_run else scored_tokens.rows_R.tolist())}
         # One copy, so the host waits for the device once
-        on_host = torch.cat([batch["prompt_ids"], batch["prompt_mask"], scored.tokens_BC], dim=1).cpu().numpy()
+        on_host = torch.cat([batch["prompt_ids"], batch["prompt_mask"], scored_tokens.tokens_BC], dim=1).cpu().numpy()
         ids_BP, mask_BP, tokens_BC = np.split(on_host, [P, 2 * P], axis=1)
         prompt_tokens, own_tokens = [P] * rows, [C] * rows
         prompts = [UNSHARED] * rows

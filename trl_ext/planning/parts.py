@@ -23,13 +23,15 @@ class Parts:
     rows: list[list[int]]  # the rows of each part, ascending; a part without rows runs one row, and scores nothing
 
     @classmethod
-    def of(cls, batch: dict[str, Any], scored: ScoredTokens, budget: int, *, packed: bool, shared: bool) -> "Parts":
+    def of(
+        cls, batch: dict[str, Any], scored_tokens: ScoredTokens, budget: int, *, packed: bool, shared: bool
+    ) -> "Parts":
         """Return few parts of at most `budget` tokens, with a prompt's rows in one part where there is room.
 
         A row with more tokens than `budget` gets its own part.
         """
-        tokens = RowTokens.of(batch, scored, packed=packed, shared=shared)
-        return cls(scored, few_parts(tokens, scored.rows_R.tolist(), budget))
+        tokens = RowTokens.of(batch, scored_tokens, packed=packed, shared=shared)
+        return cls(scored_tokens, few_parts(tokens, scored_tokens.rows_R.tolist(), budget))
 
     def __len__(self) -> int:
         return len(self.rows)

@@ -87,7 +87,7 @@ class ScoredTokens:
 class PolicyScores:
     """What the policy's pass over a micro-batch computed."""
 
-    scored: ScoredTokens
+    scored_tokens: ScoredTokens
     log_probs_RC: Tensor  # with the graph of the training forward
     entropies_RC: Tensor
     router_loss: Tensor | None = None  # scalar, of a mixture of experts

@@ -122,8 +122,8 @@ def pair_tokens(batch: dict[str, Tensor], packing: PackingPlan) -> RowTokens:
     for pair, prompt in enumerate(rows.prompt_B[:pairs]):
         if prompt == UNSHARED or prompt != rows.prompt_B[pairs + pair]:  # the prompt is computed twice
             unshared[pair] += prompts[pairs + pair]
-    scored = [sum(rows.scored_tokens_B[pair::pairs]) for pair in range(pairs)]
-    return RowTokens(rows.prompt_B[:pairs], prompts[:pairs], unshared, scored)
+    scored_tokens = [sum(rows.scored_tokens_B[pair::pairs]) for pair in range(pairs)]
+    return RowTokens(rows.prompt_B[:pairs], prompts[:pairs], unshared, scored_tokens)
 
 
 def _batch(pairs: dict[str, Tensor], columns: dict[str, Column]) -> dict[str, Tensor]:

@@ -244,19 +244,19 @@ class GRPOTrainer(ExactTrainer, trl.GRPOTrainer):
 
     def _subclass_loss(self, model: Any, batch: dict[str, Any], return_outputs: bool, num_items: Any) -> Tensor:
         """Return an overridden loss, or one that is not known, which gets TRL's batch and runs its own passes."""
-        scored = all_tokens(batch, of_tools=True)
-        trl_batch = self._grpo_passes.batch_for_subclass(model, batch, scored)
+        scored_tokens = all_tokens(batch, of_tools=True)
+        trl_batch = self._grpo_passes.batch_for_subclass(model, batch, scored_tokens)
         micro_batches = internals.merged_micro_batches(batch)
         with (
             self._policy_scored(self._loss_scores()),
             self._non_finite.recorded(model) as pass_log_probs,
-            self._grpo_passes.sampling_mask_applied(model, batch, scored),
+            self._grpo_passes.sampling_mask_applied(model, batch, scored_tokens),
             logged_times(internals.mode_metrics(self), micro_batches),
             internals.as_one_micro_batch(self, micro_batches),
         ):
             loss: Tensor = super().compute_loss(model, trl_batch, return_outputs, num_items)
         self._sampled_metrics.record_subclass_loss()
-        rows = partial(not_finite_in, trl_batch, pass_log_probs, scored)
+        rows = partial(not_finite_in, trl_batch, pass_log_probs, scored_tokens)
         self._non_finite.watch(loss, rows, partial(prompt_of, batch))
         return loss
 

@@ -91,8 +91,8 @@ class GRPOPasses(SampledPasses[GRPOPlan]):
         num_items: Any,
         trl_loss: Callable[[LossInputs], Tensor],
     ) -> PolicyScores:
-        scored = self.tokens_to_score(batch)
-        parts = self._parts(batch, scored, budget)
+        scored_tokens = self.tokens_to_score(batch)
+        parts = self._parts(batch, scored_tokens, budget)
         scores = []
         with self._policy_scored():
             for number, part in enumerate(parts, 1):
@@ -101,7 +101,7 @@ class GRPOPasses(SampledPasses[GRPOPlan]):
                 else:
                     scores.append(self._score(model, batch, part))
         return PolicyScores(
-            scored=scored,
+            scored_tokens=scored_tokens,
             log_probs_RC=parts.join([part.log_probs_RC for part in scores]),
             entropies_RC=parts.join([part.entropies_RC for part in scores]),
         )
@@ -125,23 +125,25 @@ class GRPOPasses(SampledPasses[GRPOPlan]):
 
     # A subclass's loss, which runs its own passes
 
-    def batch_for_subclass(self, model: Any, batch: Batch, scored: ScoredTokens) -> Batch:
+    def batch_for_subclass(self, model: Any, batch: Batch, scored_tokens: ScoredTokens) -> Batch:
         """Return the batch that a subclass's loss gets: TRL's, with the old policy that the plan asks for."""
         facts = self._plan.facts
         if facts.trust_sampling_log_probs:
             with unrecorded_pass(self.trainer):
-                policy_BC = scored.scatter(self._log_probs(model, batch, scored))
+                policy_BC = scored_tokens.scatter(self._log_probs(model, batch, scored_tokens))
             return {**batch, "old_per_token_logps": trusted_log_probs(batch, policy_BC, loss_mask(batch))}
         if facts.force_on_policy_ratio:
             # Without them, the ratio of TRL's loss is exactly 1
             return {key: x for key, x in batch.items() if key != "old_per_token_logps"}
         return batch
 
-    def sampling_mask_applied(self, model: Any, batch: Batch, scored: ScoredTokens) -> AbstractContextManager[None]:
+    def sampling_mask_applied(
+        self, model: Any, batch: Batch, scored_tokens: ScoredTokens
+    ) -> AbstractContextManager[None]:
         """Make passes over `batch` normalise over the tokens that the sampler could choose, if the plan says so."""
         if not self._plan.keeps_sampling_mask:
             return nullcontext()
-        limited = partial(scored.limit_scoring, model, ("log_probs", "entropy"), self._sampling_mask(batch))
+        limited = partial(scored_tokens.limit_scoring, model, ("log_probs", "entropy"), self._sampling_mask(batch))
         return internals.model_replaced(self.trainer, model, batch, limited)
 
     # Old policy and reference, before `compute_loss`
@@ -179,9 +181,9 @@ class GRPOPasses(SampledPasses[GRPOPlan]):
             return
         with unrecorded_pass(trainer):
             for batch in batches_to_score:
-                scored = self.tokens_to_score(batch)
-                log_probs_RC = self._log_probs(trainer.model, batch, scored)
-                batch.update(old_policy_entries(scored.scatter(log_probs_RC), scored.tokens_BC))
+                scored_tokens = self.tokens_to_score(batch)
+                log_probs_RC = self._log_probs(trainer.model, batch, scored_tokens)
+                batch.update(old_policy_entries(scored_tokens.scatter(log_probs_RC), scored_tokens.tokens_BC))
 
     def _check_weights_sampled(self, batches: list[Batch]) -> None:
         """Raise `RuntimeError` if a batch lacks the old policy's log-probs and the weights that sampled it are gone."""
@@ -210,22 +212,22 @@ class GRPOPasses(SampledPasses[GRPOPlan]):
             return
         for batch in batches:
             if "ref_per_token_logps" not in batch:
-                scored = self.tokens_to_score(batch)
+                scored_tokens = self.tokens_to_score(batch)
                 with self.trainer.reference_pass():
-                    log_probs_RC = self._log_probs(self._reference_model(), batch, scored)
-                batch["ref_per_token_logps"] = scored.scatter(log_probs_RC)
+                    log_probs_RC = self._log_probs(self._reference_model(), batch, scored_tokens)
+                batch["ref_per_token_logps"] = scored_tokens.scatter(log_probs_RC)
 
     def _reference_model(self) -> Any:
         return self.trainer.model if self.trainer.ref_model is None else self.trainer.ref_model
 
-    def _log_probs(self, model: Any, batch: Batch, scored: ScoredTokens) -> Tensor:
+    def _log_probs(self, model: Any, batch: Batch, scored_tokens: ScoredTokens) -> Tensor:
         """Return log-probs `(R, C)` of old policy or reference, in as many forwards as the policy's pass takes."""
         budget = self._plan.facts.max_tokens_per_micro_batch
         if budget is not None and self.trainer.model.training:
-            parts = self._parts(batch, scored, budget)
+            parts = self._parts(batch, scored_tokens, budget)
             return parts.join([self._forward(model, batch, part)[0] for part in parts])
-        self.metrics.skipped_tokens += scored.skipped_tokens(batch)
-        log_probs_RC: Tensor = self._forward(model, batch, scored)[0]
+        self.metrics.skipped_tokens += scored_tokens.skipped_tokens(batch)
+        log_probs_RC: Tensor = self._forward(model, batch, scored_tokens)[0]
         return log_probs_RC
 
     # All rows and tokens, as code of the user may read them
@@ -234,11 +236,11 @@ class GRPOPasses(SampledPasses[GRPOPlan]):
         """Add the log-probs that stock TRL would add to a batch, of every row and token."""
         trainer = self.trainer
         facts = self._plan.facts
-        scored = all_tokens(batch, of_tools=True)
+        scored_tokens = all_tokens(batch, of_tools=True)
         scores_old_policy = self._plan.trl_scores_old_policy and not facts.trust_sampling_log_probs
         if scores_old_policy and "old_per_token_logps" not in batch:
             with unrecorded_pass(trainer):
-                old_BC = self._log_probs_at_generation(trainer.model, batch, scored)
+                old_BC = self._log_probs_at_generation(trainer.model, batch, scored_tokens)
             batch["old_per_token_logps"] = old_BC
             if facts.sampler_ratio is not None:
                 ratio = SamplerRatio.of(old_BC, sampler_log_probs(batch), loss_mask(batch), facts.sampler_ratio)
@@ -246,17 +248,19 @@ class GRPOPasses(SampledPasses[GRPOPlan]):
                 self.metrics.record_sampler_ratio(ratio)
         if facts.beta and "ref_per_token_logps" not in batch:
             with trainer.reference_pass():
-                batch["ref_per_token_logps"] = self._log_probs_at_generation(self._reference_model(), batch, scored)
+                batch["ref_per_token_logps"] = self._log_probs_at_generation(
+                    self._reference_model(), batch, scored_tokens
+                )
 
-    def _log_probs_at_generation(self, model: Any, batch: Batch, scored: ScoredTokens) -> Tensor:
+    def _log_probs_at_generation(self, model: Any, batch: Batch, scored_tokens: ScoredTokens) -> Tensor:
         """Return log-probs `(B, C)`, in chunks of TRL's size or in parts."""
         trainer = self.trainer
         if self._plan.facts.max_tokens_per_micro_batch is not None:
-            return self._log_probs(model, batch, scored)
+            return self._log_probs(model, batch, scored_tokens)
         chunk_size = trainer.args.per_device_eval_batch_size
         if trainer.model.training:
             chunk_size = trainer.args.per_device_train_batch_size
-        log_probs_BC: Tensor = self._forward(model, batch, scored, batch_size=chunk_size)[0]
+        log_probs_BC: Tensor = self._forward(model, batch, scored_tokens, batch_size=chunk_size)[0]
         return log_probs_BC
 
     def _sampling_mask(self, batch: Batch) -> tuple[Tensor, ...]:
@@ -269,11 +273,11 @@ class GRPOPasses(SampledPasses[GRPOPlan]):
             )
         return tuple(batch[key] for key in SAMPLING_MASK_KEYS)
 
-    def _parts(self, batch: Batch, scored: ScoredTokens, budget: int) -> Parts:
+    def _parts(self, batch: Batch, scored_tokens: ScoredTokens, budget: int) -> Parts:
         """Return the parts of a micro-batch: as many on each rank, because each forward may run collectives."""
         packing = self.trainer._packing_plan()
         accelerator = self.trainer.accelerator
-        parts = Parts.of(batch, scored, budget, packed=packing.padding_free, shared=packing.share_in_training)
+        parts = Parts.of(batch, scored_tokens, budget, packed=packing.padding_free, shared=packing.share_in_training)
         counts = accelerator.gather(torch.tensor([len(parts)], device=accelerator.device))
         parts = parts.at_least(int(counts.max()))
         self.metrics.skipped_tokens += parts.skipped_tokens(batch)

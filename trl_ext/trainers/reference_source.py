@@ -289,12 +289,12 @@ class ReferenceSource:
         self, batch: dict[str, Any], run_pass: ReferencePass, *, is_needed: bool = True, passes: int = 1
     ) -> torch.Tensor:
         """Return the reference's log-probs of `batch`, and count what was skipped of TRL's `passes`."""
-        scored = self.stored(batch, run_pass, is_needed=is_needed)
+        batch_log_probs = self.stored(batch, run_pass, is_needed=is_needed)
         if not self.host.args.precompute_ref_log_probs:
             mode = "train" if self.host.model.training else "eval"
-            skipped_tokens = scored.tokens_of_batch - scored.tokens
-            self.host.skip_counts.add(mode, passes=passes - scored.passes, tokens=skipped_tokens)
-        return scored.log_probs
+            skipped_tokens = batch_log_probs.tokens_of_batch - batch_log_probs.tokens
+            self.host.skip_counts.add(mode, passes=passes - batch_log_probs.passes, tokens=skipped_tokens)
+        return batch_log_probs.log_probs
 
     def run_pass(self, batch: dict[str, Any], prepared: bool = True) -> torch.Tensor:
         """Return the reference's log-probs of `batch`. `prepared`: whether Accelerate has prepared the policy."""

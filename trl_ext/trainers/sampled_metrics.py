@@ -42,7 +42,7 @@ class MicroBatchTotals:
         All of them are one tensor in one collective, so the host waits for the device once in a micro-batch.
         """
         entropies_BC = loss_inputs.entropies_BC.detach()
-        tokens_BC = loss_inputs.scored.tokens_BC
+        tokens_BC = loss_inputs.scored_tokens.tokens_BC
         device_sums = {
             "entropy": entropies_BC.sum(dtype=torch.float32),
             "scored_tokens": tokens_BC.sum(dtype=torch.float32),
@@ -114,11 +114,11 @@ class SampledMetrics:
         self.trainer._count_tokens(self.ranks.sum_counts([skipped_tokens, *tokens[1:]]))
 
     def _record(self, loss_inputs: SampledLossInputs) -> MicroBatchTotals:
-        scored = loss_inputs.scored
+        scored_tokens = loss_inputs.scored_tokens
         tokens = self.scorer.take_counts()
         host_counts = {
-            "rows": len(scored.tokens_BC),
-            "skipped_rows": scored.skipped_rows,
+            "rows": len(scored_tokens.tokens_BC),
+            "skipped_rows": scored_tokens.skipped_rows,
             "skipped_tokens": self.skipped_tokens + tokens.skipped,
             "with_gradient": tokens.with_gradient,
             "without_gradient": tokens.without_gradient,

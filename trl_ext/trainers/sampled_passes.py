@@ -59,38 +59,40 @@ class SampledPasses(Generic[Plan]):
     def row_tokens(self, batch: Batch) -> RowTokens:
         """Return the tokens of each row in the policy's pass."""
         packing = self.trainer._packing_plan()
-        scored = self.tokens_to_score(batch)
-        return RowTokens.of(batch, scored, packed=packing.padding_free, shared=packing.share_in_training)
+        scored_tokens = self.tokens_to_score(batch)
+        return RowTokens.of(batch, scored_tokens, packed=packing.padding_free, shared=packing.share_in_training)
 
     # The policy
 
     def score_micro_batch(self, model: Any, batch: Batch) -> PolicyScores:
         """Run the policy's pass over `batch`, with a graph."""
-        scored = self.tokens_to_score(batch)
-        self.metrics.skipped_tokens += scored.skipped_tokens(batch)
+        scored_tokens = self.tokens_to_score(batch)
+        self.metrics.skipped_tokens += scored_tokens.skipped_tokens(batch)
         with self._policy_scored():
-            return self._score(model, batch, scored, compute_aux_loss=self.trainer.aux_loss_enabled)
+            return self._score(model, batch, scored_tokens, compute_aux_loss=self.trainer.aux_loss_enabled)
 
     def _policy_scored(self) -> AbstractContextManager[None]:
         subclass_pass = f"`{type(self.trainer).__name__}.{PASS}`" if self._plan.facts.has_own_pass else None
         policy_scored: AbstractContextManager[None] = self.trainer._policy_scored(subclass_pass)
         return policy_scored
 
-    def _score(self, model: Any, batch: Batch, scored: ScoredTokens, **options: Any) -> PolicyScores:
-        log_probs_RC, entropies_RC, router_loss = self._forward(model, batch, scored, compute_entropy=True, **options)
-        return PolicyScores(scored, log_probs_RC, entropies_RC, router_loss)
+    def _score(self, model: Any, batch: Batch, scored_tokens: ScoredTokens, **options: Any) -> PolicyScores:
+        log_probs_RC, entropies_RC, router_loss = self._forward(
+            model, batch, scored_tokens, compute_entropy=True, **options
+        )
+        return PolicyScores(scored_tokens, log_probs_RC, entropies_RC, router_loss)
 
     # A forward
 
-    def _forward(self, model: Any, batch: Batch, scored: ScoredTokens, **options: Any) -> tuple[Any, Any, Any]:
+    def _forward(self, model: Any, batch: Batch, scored_tokens: ScoredTokens, **options: Any) -> tuple[Any, Any, Any]:
         """Run TRL's scoring pass over the R rows. Returns log-probs and entropies, `(R, C)` or None, and router loss.
 
         `options` are those of TRL's pass that differ from its defaults: a subclass's pass may not know the others.
         """
         if not self._plan.facts.has_own_pass:
             outputs = ("log_probs", "entropy") if options.get("compute_entropy") else ("log_probs",)
-            model = scored.limit_scoring(model, outputs, self._sampling_mask(batch))
-        return internals.completion_log_probs(self.trainer, model, scored.select_rows(batch), **options)
+            model = scored_tokens.limit_scoring(model, outputs, self._sampling_mask(batch))
+        return internals.completion_log_probs(self.trainer, model, scored_tokens.select_rows(batch), **options)
 
     def _sampling_mask(self, batch: Batch) -> tuple[Tensor, ...]:
         """Return the entries of the batch that limit each log-prob to the tokens that the sampler could choose."""
