@@ -169,7 +169,8 @@ class Override:
             given = list(positional)
             if when == "around":  # transformers and TRL pass these by position or by name
                 names = ("model", "inputs", "return_outputs", "num_items_in_batch")
-                given += [keywords[name] for name in names[len(given) :] if name in keywords]
+                count = max((i + 1 for i, name in enumerate(names) if name in keywords), default=0)
+                given += [keywords.get(name, False) for name in names[len(given) : count]]
                 return LOSS_ACTIONS[action](call, given)
             if when == "before" and len(given) > method.place:
                 given[method.place] = ACTIONS[method.takes][action](call, given[method.place])

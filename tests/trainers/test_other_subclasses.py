@@ -1,6 +1,7 @@
 """A user's subclass of `DPOTrainer`, `KTOTrainer` or `RLOOTrainer` trains as the same subclass of TRL's trainer."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -214,18 +215,71 @@ def test_a_reference_of_code_below_ours_is_the_model(workshop: Workshop) -> None
 
 
 @pytest.mark.parametrize("kind", ["dpo", "kto"])
-@pytest.mark.parametrize("calls_super", [True, False])
-def test_a_loss_of_fewer_rows_that_is_not_finite_stops_training(
-    kind: str, calls_super: bool, workshop: Workshop
-) -> None:
+@pytest.mark.parametrize("passes", ["half of the rows", "fewer columns", "nothing", "embeddings"])
+def test_a_loss_of_other_shapes_that_is_not_finite_stops_training(kind: str, passes: str, workshop: Workshop) -> None:
     class Infinite(getattr(trl_ext, f"{kind.upper()}Trainer")):  # type: ignore[misc]
         def _compute_loss(self, model: Any, inputs: Any, return_outputs: bool) -> Any:
-            if not calls_super:
+            if passes == "nothing":
                 return model(inputs["input_ids"]).logits.mean() * torch.inf
-            half = {name: x[::2] for name, x in inputs.items()}
-            return super()._compute_loss(model, half, return_outputs) * torch.inf
+            if passes == "embeddings":
+                embeddings = self.model.get_input_embeddings()(inputs["input_ids"])
+                outputs = model(inputs_embeds=embeddings, labels=inputs["input_ids"], fused_lm_head=True)
+                return outputs.log_probs.mean() * torch.inf
+            part = {name: x[::2] for name, x in inputs.items()}
+            if passes == "fewer columns":
+                part = {name: x[:, :-1] if x.dim() > 1 else x for name, x in inputs.items()}
+            return super()._compute_loss(model, part, return_outputs) * torch.inf
 
-    case = Case("infinite", kind, "lora", ours={"on_non_finite_loss": "stop"})
+    config = {"per_device_train_batch_size": 4, **({"loss_type": "apo_zero_unpaired"} if kind == "kto" else {})}
+    case = Case("infinite", kind, "lora", config=config, ours={"on_non_finite_loss": "stop"})
     ours = replace(OURS, records_batches=False, **{f"{kind}_trainer": Infinite})
-    with pytest.raises(FloatingPointError, match=r"not finite in step 1. Rank 0: .*the loss is inf"):
-        train(replace(case, config={"per_device_train_batch_size": 4}), ours, workshop)
+    with pytest.raises(FloatingPointError, match=r"not finite in step 1. Rank 0: .*the loss is "):
+        train(case, ours, workshop)
+
+
+@pytest.mark.parametrize("action", ["stop", "skip"])
+def test_a_loss_of_a_user_that_is_not_finite_is_noticed_in_sft(action: str, workshop: Workshop) -> None:
+    def infinite(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+        return outputs.logits.mean() * torch.inf
+
+    def set_loss(trainer: Any) -> None:
+        trainer.compute_loss_func = infinite
+
+    case = Case("infinite", "sft", ours={"on_non_finite_loss": action})
+    expected = pytest.raises(FloatingPointError, match="not finite in step 1") if action == "stop" else nullcontext()
+    with expected:
+        ours = train(case, replace(OURS, records_batches=False), workshop, prepare=set_loss)
+    if action == "skip":
+        assert not any(update.any() for update in ours.updates.values())
+
+
+def test_a_reference_of_code_below_ours_gets_other_inputs(workshop: Workshop) -> None:
+    class Between(trl.DPOTrainer):
+        def _compute_loss(self, model: Any, inputs: Any, return_outputs: bool) -> Any:
+            ids, mask = inputs["input_ids"], inputs["attention_mask"]
+            labels = ids.masked_fill(inputs["completion_mask"] == 0, -100)
+            positions = torch.arange(3, 3 + ids.shape[1]).expand_as(ids) ** 2
+            with torch.no_grad():
+                scores = self.ref_model(
+                    input_ids=ids, attention_mask=mask, labels=labels, position_ids=positions, fused_lm_head=True
+                )
+            loss = super()._compute_loss(model, inputs, return_outputs)
+            return loss + scores.log_probs.mean()
+
+    ours = replace(OURS, dpo_trainer=type("OfUser", (trl_ext.DPOTrainer, Between), {}))
+    case = Case("below", "dpo", "ref_model", steps=2, learning_rate=0.05, ours={})
+    assert_same(case, train(case, ours, workshop), train(case, replace(STOCK, dpo_trainer=Between), workshop))
+
+
+@pytest.mark.parametrize("loss", [{"loss_type": "cdpo"}, {"loss_type": "sft", "sft_label_smoothing": 0.1}])
+def test_a_term_that_an_override_below_ours_would_not_reach_is_an_error(
+    loss: dict[str, Any], workshop: Workshop
+) -> None:
+    class Between(trl.DPOTrainer):
+        def _compute_loss(self, model: Any, inputs: Any, return_outputs: bool) -> Any:
+            return 0.5 * super()._compute_loss(model, inputs, return_outputs)
+
+    ours = replace(OURS, dpo_trainer=type("OfUser", (trl_ext.DPOTrainer, Between), {}))
+    case = Case("below", "dpo", config={"loss_type": loss["loss_type"]}, ours=loss)
+    with pytest.raises(ValueError, match="an override of `_compute_loss` between its trainer and TRL's"):
+        train(case, ours, workshop)

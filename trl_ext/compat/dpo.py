@@ -56,23 +56,6 @@ def score_policy(trainer: DPOInternals, model: Any, batch: dict[str, Any], label
     return scores
 
 
-class Recorded:
-    """A model that records the `scores` of its last scoring forward."""
-
-    def __init__(self, model: Any) -> None:
-        self._model = model
-        self.scores: Any = None
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._model, name)
-
-    def __call__(self, *positional: Any, **keywords: Any) -> Any:
-        outputs = self._model(*positional, **keywords)
-        if keywords.get("fused_lm_head"):
-            self.scores = outputs
-        return outputs
-
-
 # TRL's loss
 
 

@@ -15,15 +15,17 @@ ON_NON_FINITE_LOSS = ("stop", "skip")
 def not_finite_rows(values: dict[str, Tensor | None], tokens_BC: Tensor) -> dict[int, list[str]]:
     """Return the rows with a value that is not finite at one of `tokens_BC`, each with these values' names in order.
 
-    `values` have shape `(B,)`, `(B, 1)` or `(B, C)`; those of other rows, which code of the user has scored, are left
-    out. If several are not finite at one token, only the first is named.
+    `values` have shape `(B,)`, `(B, 1)` or `(B, C)`; those of other shapes, which code of the user has scored, are
+    left out. If several are not finite at one token, only the first is named.
     """
     rows: dict[int, list[str]] = {}
     named_BC = torch.zeros_like(tokens_BC)
     for name, value in values.items():
-        if value is None or len(value) != len(tokens_BC):
+        if value is None:
             continue
         wide = value.detach().view(len(value), -1)
+        if len(wide) != len(tokens_BC) or wide.shape[1] not in (1, tokens_BC.shape[1]):
+            continue
         # TRL replaces an infinite advantage by the largest number
         bad = ~wide.isfinite() | (wide.abs() == torch.finfo(wide.dtype).max)
         bad_BC = bad & tokens_BC & ~named_BC

@@ -109,7 +109,7 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
     _known_randomness: Randomness | None = None  # of the plan
     _randomness_of_ranks: Randomness | None = None  # if the ranks differ
     _scored_elsewhere: str | None = None  # why our forward does not score the policy
-    _users_loss: str | None = None  # an override of `_compute_loss` when the plan was made
+    _users_loss: str | None = None  # what `_name_of_users_loss` returned when the plan was made
 
     # 1. Construction: `_begin`, TRL's `__init__` within `_built`, `_ready`
 
@@ -306,8 +306,9 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
         return [x for x in ("compute_loss", "_compute_loss", PASS) if overrides_below(self, x) is not None]
 
     def _name_of_users_loss(self) -> str | None:
-        """Return an override of `_compute_loss`, which may score the policy itself."""
-        return None if overrides(self, "_compute_loss") is None else f"`{type(self).__name__}._compute_loss`"
+        """Return an override that our `compute_loss` calls, and which may score the policy itself."""
+        method = overrides(self, "_compute_loss") or overrides_below(self, "compute_loss")
+        return None if method is None else f"`{type(self).__name__}.{method}`"
 
     @cached_property
     def _entropy_is_read(self) -> bool:

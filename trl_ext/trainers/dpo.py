@@ -238,25 +238,12 @@ class DPOTrainer(ExactTrainer, trl.DPOTrainer):
 
     def _loss_of_override(self, model: Any, inputs: dict[str, Any], return_outputs: bool) -> Any:
         """Return the loss of code between ours and TRL's, which runs the models itself, perhaps on another batch."""
-        added_terms = self._dpo_terms.added_terms
         reference_model = self._source.model_in_override(inputs)
-        # Without a term of ours, that code gets the model itself
-        policy = internals.Recorded(model) if added_terms else model
         with internals.loss_of_scores(self, self._dpo_terms.of_trl, reference_model):
-            result = super()._compute_loss(policy, _without_rewards(inputs), return_outputs)
+            result = super()._compute_loss(model, inputs, return_outputs)
         reference = None if reference_model is None else reference_model().log_probs
         self._reference_log_probs = _reference_log_probs(inputs, reference)
-        if not added_terms:
-            return result
-        names = " and ".join(f"'{name}'" for name, _ in added_terms)
-        if policy.scores is None or len(policy.scores.log_probs) != len(inputs["input_ids"]):
-            raise RuntimeError(
-                f"The loss type {names} reads the policy's log-probs of the batch, but an overridden `_compute_loss` "
-                "did not call `super()._compute_loss(...)` for all of its rows. Call it, or leave the loss type out."
-            )
-        loss_inputs = LossInputs(inputs, policy.scores, reference)
-        loss = self._dpo_terms.add(result[0] if return_outputs else result, added_terms, loss_inputs, None)
-        return (loss, result[1]) if return_outputs else loss
+        return result
 
 
 def _without_rewards(batch: dict[str, Any]) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..compat import dpo as internals
 from ..compat.choices import FusedCausalLMOutput
-from ..compat.overrides import STEP, overrides
+from ..compat.overrides import STEP, overrides, overrides_below
 from ..compat.reference import holds_images, labels_of, score_as_reference
 from ..compat.replaced import unrecorded_pass
 from ..config import AddedDPOFields
@@ -21,6 +21,7 @@ from ..planning.plan import PackingPlan
 from ..reference.sequences import check_batch, check_column_values, have_columns
 from . import reference_source
 from .dpo_batches import sequence_tokens
+from .dpo_loss import DPOTerms
 
 
 class Host(reference_source.Host, internals.DPOInternals, Protocol):
@@ -28,6 +29,8 @@ class Host(reference_source.Host, internals.DPOInternals, Protocol):
 
     @property
     def plan(self) -> DPOPlan: ...
+
+    _dpo_terms: DPOTerms
 
     def _packing_plan(self) -> PackingPlan: ...
 
@@ -63,6 +66,7 @@ class DPOReference(reference_source.ReferenceSource):
 
     def plan(self) -> DPOPlan:
         args, columns = self.host.args, self.with_columns
+        self._check_added_terms()
         with_columns = tuple(name for name, has_columns in columns.items() if has_columns)
         if self.weights.moves and with_columns:
             raise ValueError(
@@ -90,6 +94,17 @@ class DPOReference(reference_source.ReferenceSource):
             noise_of_batch=noise_of_batch,
         )
         return plan_dpo(self.host._for_all_ranks(facts))
+
+    def _check_added_terms(self) -> None:
+        """Raise `ValueError` if code of the user below our trainer would not reach the terms that we add."""
+        terms = self.host._dpo_terms.added_terms
+        if terms and overrides_below(self.host, "_compute_loss") is not None:
+            names = " and ".join(f"'{name}'" for name, _ in terms)
+            raise ValueError(
+                f"The loss type {names} has a term that trl_ext adds to TRL's loss, and an override of "
+                "`_compute_loss` between its trainer and TRL's would not reach it. Override `_compute_loss` in a "
+                "subclass of trl_ext's `DPOTrainer`."
+            )
 
     # For each batch
 
@@ -195,8 +210,14 @@ class _ReferenceInOverride:
         return self._run(*positional, **inputs)
 
 
-def _same_inputs(inputs: dict[str, Any], of_batch: dict[str, Tensor]) -> bool:
-    names = ("input_ids", "attention_mask", "labels")
-    return bool(inputs.get("fused_lm_head")) and all(
-        name in inputs and torch.equal(inputs[name], of_batch[name]) for name in names
-    )
+def _same_inputs(inputs: dict[str, Any], of_batch: dict[str, Any]) -> bool:
+    """Whether a scoring forward has the tokens and labels of a batch, and no input that the batch lacks."""
+
+    def is_same(name: str, value: Any) -> bool:
+        of_same_name = of_batch.get(name)
+        if isinstance(value, Tensor) and isinstance(of_same_name, Tensor):
+            return torch.equal(value, of_same_name)
+        return name in ("fused_lm_head", "use_cache", "output_router_logits") or value is of_same_name
+
+    is_whole = inputs.keys() >= {"input_ids", "attention_mask", "labels", "fused_lm_head"}
+    return is_whole and all(is_same(name, value) for name, value in inputs.items())

@@ -72,8 +72,9 @@ class NonFiniteLoss:
 
         def record(module: Any, positional: Any, inputs: dict[str, Any], outputs: Any) -> None:
             if inputs.get("fused_lm_head") and outputs.log_probs.requires_grad:
-                ids = inputs["input_ids"] if "input_ids" in inputs else positional[0]
-                log_probs.append(outputs.log_probs.detach()[:, -(ids.shape[1] - 1) :])
+                tokens = inputs.get("labels", inputs.get("input_ids"))
+                first = 0 if tokens is None else -(tokens.shape[1] - 1)
+                log_probs.append(outputs.log_probs.detach()[:, first:])
 
         hook = model.register_forward_hook(record, with_kwargs=True)
         try:

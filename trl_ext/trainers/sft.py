@@ -152,10 +152,15 @@ class SFTTrainer(ExactTrainer, trl.SFTTrainer):
         """
         self._loss_begins(inputs)
         self._ranks.check_same(inputs["input_ids"])
-        with self._policy_scored(return_outputs=return_outputs), self._non_finite.recorded(model) as policy_forwards:
+        with (
+            self._policy_scored(self._users_loss, return_outputs=return_outputs),
+            self._non_finite.recorded(model) as policy_forwards,
+        ):
             loss = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
 
-        def rows() -> dict[int, list[str]]:
+        def rows() -> dict[int, list[str]] | None:
+            if not policy_forwards:  # a loss of the user, or a smoothed one, has scored the policy without our head
+                return None
             return not_finite_rows({"policy": policy_forwards[0]}, inputs["labels"][:, 1:] != -100)
 
         self._non_finite.watch(loss, rows, lambda row: inputs["input_ids"][row].tolist())
