@@ -52,7 +52,8 @@ def _zeroes_noise(case: Case) -> bool:
         case.trainer in _GROUPED
         and skips_zero_advantages(case)
         and not has_kl
-        and not NOISY_REWARDS.isdisjoint(case.rewards)
+        # The mean that TRL subtracts to normalize is not exactly 0
+        and (not NOISY_REWARDS.isdisjoint(case.rewards) or case.config.get("normalize_advantages", False))
     )
 
 
