@@ -106,7 +106,7 @@ def _for_stock(drawn: Draw) -> Draw:
 
     The reference's sums follow a mask that the code changes, and SFT's batches have rows with `padding_free=True`.
     """
-    if drawn.case.trainer == "sft" and isinstance(drawn.override, Override):
+    if drawn.case.trainer == "sft" and drawn.override is not None:
         config = {name: x for name, x in drawn.case.config.items() if name != "padding_free"}
         return replace(drawn, case=replace(drawn.case, config=config))
     changes_batch = isinstance(drawn.override, Override) and drawn.override.method.name in (
