@@ -320,6 +320,12 @@ def computed(model):
     model(input_ids=ids, labels=ids).loss.backward()
 
 
+def compiled(model):
+    torch._dynamo.reset()
+    layer = model.model.layers[0].mlp
+    torch.compile(layer, backend="eager")(torch.ones(1, 3, model.config.hidden_size))
+
+
 def stock_trainer(model):
     add_fused_lm_head(model)
 
@@ -342,6 +348,7 @@ LIBRARIES = {
     "checkpointing": lambda model: model.gradient_checkpointing_enable(),
     "inputs with gradients": lambda model: model.enable_input_require_grads(),
     "computed": computed,
+    "compiled": compiled,
     "dropout off": disable_dropout_in_model,
     "stock trainer": stock_trainer,
     "ours on stock's": ours_on_stocks,

@@ -35,6 +35,8 @@ _OF_ALL_MODULES = {*vars(nn.Module()), "config", "forward"}
 
 # Packages whose functions take numbers, so that a partial function of one is a setting
 _OF_OPERATIONS = {"torch", "math", "operator", "_operator", "builtins"}
+# What `torch.compile` adds to the file of a function: the functions that it makes of it
+_OF_COMPILER = ("__compiled_fn", "__resume_at")
 _UNKNOWN = "unknown"  # in place of the hash of a source file
 # Names with which the code of a remote model reads the environment or files
 _READS = {
@@ -220,6 +222,8 @@ def _in_libraries(
         module = owner.__name__ if isinstance(owner, ModuleType) else owner.__module__
         place = module if isinstance(owner, ModuleType) else f"{module}.{owner.__qualname__}"
         for name, value in vars(owner).items():
+            if name.startswith(_OF_COMPILER):
+                continue
             if is_remote(module) and not name.startswith("__") and (_is_plain(value) or _is_data(value)):
                 lines[f"{place}.{name}"] = digest_of_value(value, tensor_names)
             for function in _foreign_in(_function_in(value), set()):
