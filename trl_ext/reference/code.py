@@ -35,7 +35,7 @@ _OF_ALL_MODULES = {*vars(nn.Module()), "config", "forward"}
 
 # Packages whose functions take numbers, so that a partial function of one is a setting
 _OF_OPERATIONS = {"torch", "math", "operator", "_operator", "builtins"}
-# What `torch.compile` adds to the file of a function: the functions that it makes of it
+# Prefixes of the functions that `torch.compile` adds to each Python module whose functions it compiles
 _OF_COMPILER = ("__compiled_fn", "__resume_at")
 _UNKNOWN = "unknown"  # in place of the hash of a source file
 # Names with which the code of a remote model reads the environment or files
