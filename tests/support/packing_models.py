@@ -47,6 +47,30 @@ _VISION = {
     "patch_size": 14,
 }
 _MIXED = ["sliding_attention", "full_attention", "sliding_attention"]
+_RECURRENT = {"num_hidden_layers": 4, "head_dim": 8}
+_DELTA_NET = {
+    **_RECURRENT,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "layer_types": ["linear_attention", "full_attention"] * 2,
+}
+_MAMBA = {
+    "num_hidden_layers": 4,
+    "mamba_n_heads": 8,
+    "mamba_d_head": 8,
+    "mamba_d_state": 8,
+    "mamba_n_groups": 1,
+    "mamba_d_conv": 4,
+    "mamba_chunk_size": 16,
+}
+_EXPERTS = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 24,
+}
 
 
 @dataclass(frozen=True)
@@ -59,6 +83,7 @@ class Family:
         router: whether it has a router loss.
         learned_positions: whether a token's vector depends on its column, so that only equal columns are shared.
         adapted: modules for LoRA, if "all-linear" does not work.
+        rounding: how many times larger rounding is than in the other families.
     """
 
     config: Callable[[], t.PreTrainedConfig]
@@ -66,6 +91,7 @@ class Family:
     router: bool = False
     learned_positions: bool = False
     adapted: tuple[str, ...] = ()
+    rounding: float = 1.0
 
 
 def _of(config: type, **changes: Any) -> Callable[[], t.PreTrainedConfig]:
@@ -76,6 +102,59 @@ def _placeholders(*names: str) -> dict[str, int]:
     """Return the last ids of the vocabulary, which stand for images."""
     return {name: V - number for number, name in enumerate(names, 1)}
 
+
+_BY_COLUMN: dict[str, Any] = {"learned_positions": True}  # their attention has no rotary embeddings
+# With each kind of mixer
+_HYBRID: dict[str, tuple[Callable[[], t.PreTrainedConfig], dict[str, Any]]] = {
+    "qwen3_5": (_of(t.Qwen3_5TextConfig, **_DELTA_NET), {}),
+    "qwen3_next": (_of(t.Qwen3NextConfig, **_DELTA_NET, **_EXPERTS), {"router": True, "adapted": _QUERY_AND_VALUE}),
+    "olmo_hybrid": (_of(t.OlmoHybridConfig, **_DELTA_NET), {}),
+    "lfm2": (_of(t.Lfm2Config, **_RECURRENT, layer_types=["conv", "full_attention"] * 2), {}),
+    "lfm3": (_of(t.Lfm3Config, **_RECURRENT, layer_types=["conv", "full_attention"] * 2), {}),
+    "bamba": (_of(t.BambaConfig, **_MAMBA, attn_layer_indices=[1, 3]), {"adapted": _QUERY_AND_VALUE}),
+    "granitemoehybrid": (
+        _of(
+            t.GraniteMoeHybridConfig,
+            **_MAMBA,
+            layer_types=["mamba", "attention"] * 2,
+            num_local_experts=4,
+            num_experts_per_tok=2,
+            shared_intermediate_size=24,
+        ),
+        {"router": True, "adapted": _QUERY_AND_VALUE},
+    ),
+    "falcon_h1": (_of(t.FalconH1Config, **_MAMBA, head_dim=8, mamba_d_ssm=64), {"adapted": _QUERY_AND_VALUE}),
+    "nemotron_h": (
+        lambda: t.NemotronHConfig(
+            **{key: x for key, x in _BASE.items() if key != "num_hidden_layers"},
+            hybrid_override_pattern="M*M-",
+            mamba_num_heads=8,
+            mamba_head_dim=8,
+            ssm_state_size=8,
+            n_groups=1,
+            chunk_size=16,
+        ),
+        {"adapted": _QUERY_AND_VALUE, **_BY_COLUMN},
+    ),
+    "jamba": (
+        _of(
+            t.JambaConfig,
+            num_hidden_layers=4,
+            attn_layer_period=2,
+            attn_layer_offset=1,
+            num_experts=4,
+            mamba_d_state=8,
+            mamba_dt_rank=4,
+        ),
+        {"router": True, "adapted": _QUERY_AND_VALUE, **_BY_COLUMN},
+    ),
+    "mamba2": (
+        lambda: t.Mamba2Config(
+            **_IDS, hidden_size=32, num_hidden_layers=2, num_heads=8, head_dim=8, state_size=8, n_groups=1, chunk_size=16
+        ),
+        {"adapted": ("in_proj",), "eager_only": True, **_BY_COLUMN},
+    ),
+}
 
 FAMILIES: dict[str, Family] = {
     "llama": Family(_of(t.LlamaConfig, head_dim=8)),
@@ -210,6 +289,8 @@ FAMILIES: dict[str, Family] = {
         ),
         adapted=_QUERY_AND_VALUE,
     ),
+    # A recurrence multiplies rounding errors
+    **{name: Family(config, rounding=20.0, **flags) for name, (config, flags) in _HYBRID.items()},
 }
 
 

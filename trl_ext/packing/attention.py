@@ -23,7 +23,8 @@ from .support import backbone_of
 
 logger = logging.getLogger("trl_ext")
 
-_KEYWORD = "packed_layout"
+# The keyword argument of a forward that has the layout
+LAYOUT_ARGUMENT = "packed_layout"
 # Inputs of multimodal models that say what each token is: 0 for text
 TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids")
 _NAME = "trl_ext_packed"
@@ -79,10 +80,10 @@ class _IndexSelectFP32Grad(torch.autograd.Function):
 
 def index_select_fp32_grad(x: Tensor, index: Tensor) -> Tensor:
     """Return `x[index]`, whose gradient sums repeated indices in fp32 or float64."""
-    return _select(index, x)[0]
+    return select_fp32_grad(index, x)[0]
 
 
-def _select(index: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+def select_fp32_grad(index: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
     """`index_select_fp32_grad` of several tensors of the same length, dtype and device."""
     if tensors[0].dtype not in _HALF:
         return tuple(x.index_select(0, index) for x in tensors)
@@ -113,7 +114,7 @@ def run_packed(model: Any, layout: Layout, inputs: dict[str, Any]) -> Any:
         position_ids = layout.shard.columns(position_ids)
     # transformers does not change a mask of four dimensions. A layer that reads it instead of the layout gets NaN, and
     # the check of the first batch detects that.
-    packed = {"input_ids": input_ids, "position_ids": position_ids, "attention_mask": layout.no_mask, _KEYWORD: layout}
+    packed = {"input_ids": input_ids, "position_ids": position_ids, "attention_mask": layout.no_mask, LAYOUT_ARGUMENT: layout}
     packed |= {name: torch.zeros_like(input_ids) for name in TOKEN_TYPES if inputs.get(name) is not None}
     model_inputs = inputs | packed
     outputs = backbone_of(model)(**model_inputs)
@@ -123,13 +124,13 @@ def run_packed(model: Any, layout: Layout, inputs: dict[str, Any]) -> Any:
 
 
 def _switch_on(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
-    if _KEYWORD in kwargs:
+    if LAYOUT_ARGUMENT in kwargs:
         module.config._attn_implementation_internal = _NAME
 
 
 def _switch_off(module: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
-    if _KEYWORD in kwargs:
-        module.config._attn_implementation_internal = kwargs[_KEYWORD].implementation
+    if LAYOUT_ARGUMENT in kwargs:
+        module.config._attn_implementation_internal = kwargs[LAYOUT_ARGUMENT].implementation
 
 
 # Not compiled: lengths differ in every batch, so every batch would be compiled again
@@ -195,7 +196,7 @@ def _attend(
     flash = "flash" in layout.implementation
     if not flash and not _varlen_supports(query_THD, value_THD, options):
         return _by_batches(module, query_THD, key_THD, value_THD, layout, options)
-    key_KHD, value_KHD = _select(layout.keys_K, key_THD, value_THD) if layout.shares_tokens else (key_THD, value_THD)
+    key_KHD, value_KHD = select_fp32_grad(layout.keys_K, key_THD, value_THD) if layout.shares_tokens else (key_THD, value_THD)
     if flash:
         return _flash(module, query_THD, key_KHD, value_KHD, layout, options)
     query_THD, key_KHD, value_KHD = (x.to(_attention_dtype(query_THD)) for x in (query_THD, key_KHD, value_KHD))
@@ -226,7 +227,7 @@ def _by_batches(
         layout.calls[settings] = _plan_calls(layout, *settings)
     calls: _Calls = layout.calls[settings]
     query_THD = query_THD if calls.queries is None else query_THD.index_select(0, calls.queries)
-    key_KHD, value_KHD = (key_THD, value_THD) if calls.keys is None else _select(calls.keys, key_THD, value_THD)
+    key_KHD, value_KHD = (key_THD, value_THD) if calls.keys is None else select_fp32_grad(calls.keys, key_THD, value_THD)
     call_queries = _split(query_THD, calls.shapes, 1)
     call_keys = _split(key_KHD, calls.shapes, 2)
     call_values = _split(value_KHD, calls.shapes, 2)

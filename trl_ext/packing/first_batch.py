@@ -1,7 +1,10 @@
 """The check of the first batch: a few of its rows must have the same hidden states padded and packed.
 
-It detects what the rules of `support.py` cannot see. Every rank runs the same forwards, whatever its batch and the
-results, because each forward of a sharded model needs all ranks.
+Modules that mix tokens are also run with other hidden states in one row, which must not change their outputs for the
+others. This shows what hidden states may hide, for example a state that a convolution carries from row to row.
+
+The check detects what the rules of `support.py` cannot see. Every rank runs the same forwards, whatever its batch and
+the results, because each forward of a sharded model needs all ranks.
 """
 
 import random
@@ -12,18 +15,21 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 
 from .attention import LayoutNotReadError, run_packed
 from .hooks import without_hooks_of_users
 from .layout import Layout
+from .mixer_states import output_of
 from .support import (
     backbone_of,
     has_experts,
     longest_equal,
     longest_in_one_chunk,
+    mixers_of,
     placeholder_ids,
     takes_text_only,
+    text_backbone_of,
 )
 
 _ROWS = 3
@@ -34,6 +40,8 @@ _TOLERANCE = 1e-3
 _COARSE_TOLERANCE = 0.2
 # The share of tokens that may exceed them in lower precision, or if rounding can change a router's choice of experts
 _OUTLIERS = 0.1
+# Part of an output's norm by which it may change with another row. Rounding changes less, tokens of that row far more
+_LEAK = 1e-2
 
 
 def packing_differences(
@@ -59,7 +67,8 @@ def packing_differences(
         places_BS = np.arange(ids_BS.shape[1]) - first_B[:, None]
         real_BS = (places_BS >= 0) & (places_BS < lengths_B[:, None])
         ids, mask = (torch.from_numpy(x).to(device) for x in (ids_BS, real_BS.astype(ids_BS.dtype)))
-        padded_BSH = backbone_of(model)(input_ids=ids, attention_mask=mask, use_cache=False).last_hidden_state
+        with _leaks(mixers_of(model), mask == 0) as leaks_of_padding:
+            padded_BSH = backbone_of(model)(input_ids=ids, attention_mask=mask, use_cache=False).last_hidden_state
         # As in training, only the padded batch has a row's last token, which no earlier token may see
         packed_lengths_B = (lengths_B - 1).clip(min=1)
         for share in shares:
@@ -72,16 +81,77 @@ def packing_differences(
                 implementation=attention,
                 device=device,
             )
+            in_first_row_1T = torch.arange(layout.tokens, device=device)[None] < int(packed_lengths_B[0])
             try:
-                hidden_TH = run_packed(model, layout, {"use_cache": False}).last_hidden_state[0]
+                with _leaks([] if share else _token_mixers(model), in_first_row_1T) as leaks:
+                    hidden_TH = run_packed(model, layout, {"use_cache": False}).last_hidden_state[0]
             except LayoutNotReadError as error:
                 differences[share] = str(error)
+                continue
+            if leaks_of_padding or leaks:
+                source = "padding" if leaks_of_padding else "another row"
+                leak, *_ = leaks_of_padding or leaks
+                differences[share] = f"on the first batch, outputs of its {leak} depend on {source}"
                 continue
             # A model that is split over devices may begin and end on different devices
             packed_BS = (layout.at_BS >= 0).to(padded_BSH.device)
             hidden_NH = hidden_TH[layout.real_places().to(hidden_TH.device)]
             differences[share] = _difference_reason(model, hidden_NH, padded_BSH[packed_BS])
     return differences
+
+
+@contextmanager
+def _leaks(modules: list[nn.Module], changed_BS: Tensor) -> Iterator[list[str]]:
+    """Collect the classes of `modules` in which some tokens change the outputs for other tokens, of other rows.
+
+    In the `with` block, each module first runs with other hidden states for the tokens in `changed_BS`, bool `(B, S)`.
+    """
+    leaks: list[str] = []
+    other_outputs: dict[nn.Module, Tensor] = {}
+    running_again: list[nn.Module] = []
+
+    def run_changed(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if running_again:
+            return
+        arguments = dict(enumerate(args)) | kwargs
+        tensors = [name for name, x in arguments.items() if isinstance(x, Tensor)]
+        name = "hidden_states" if "hidden_states" in tensors else tensors[0]
+        hidden_BSH = arguments[name]
+        changed = changed_BS.to(hidden_BSH.device).unsqueeze(-1)
+        arguments[name] = torch.where(changed, hidden_BSH.roll(1, dims=-1) + 1, hidden_BSH)
+        running_again.append(module)
+        positional = [arguments.pop(number) for number in range(len(args))]
+        try:
+            other_outputs[module] = output_of(module(*positional, **arguments))
+        finally:
+            running_again.clear()
+
+    def compare(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        if running_again:
+            return
+        kept_BS = ~changed_BS.to(output_of(output).device)
+        output_NH, other_NH = (x[kept_BS].float() for x in (output_of(output), other_outputs.pop(module)))
+        difference_N = (output_NH - other_NH).norm(dim=-1) / output_NH.norm(dim=-1).clamp(min=1e-30)
+        if (difference_N > _LEAK).any():  # NaN is seen in the hidden states
+            leaks.append(type(module).__name__)
+
+    handles = []
+    for module in modules:
+        # Before the hooks that switch to packed attention, which the second call would switch off
+        handles.append(module.register_forward_pre_hook(run_changed, with_kwargs=True, prepend=True))
+        handles.append(module.register_forward_hook(compare, with_kwargs=True))
+    try:
+        yield leaks
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _token_mixers(model: Any) -> list[nn.Module]:
+    """Return attention modules, mixers and others with a place in a cache, without the layers that hold them."""
+    placed = [x for x in text_backbone_of(model).modules() if hasattr(x, "layer_idx")]
+    token_mixers = dict.fromkeys([*mixers_of(model), *placed])
+    return [x for x in token_mixers if not any(y is not x and y in token_mixers for y in x.modules())]
 
 
 def _rows_to_check(

@@ -50,8 +50,8 @@ class Layout:
         longest_query, longest_key (`int`): the most queries and keys of a row.
         implementation (`str`): the name of the attention that the user chose.
         shard (`Shard`, *optional*): this rank's share, if the tokens are split over ranks.
-        reads (`list[int]`): how often attention modules have read this layout or its copies on other devices.
-        calls (`dict`): how attention modules compute the rows in several calls.
+        reads (`list[int]`): how often modules have read this layout or its copies on other devices.
+        calls (`dict`): how attention modules and mixers compute the rows in several calls.
     """
 
     shard: Shard | None = None
@@ -105,7 +105,7 @@ class Layout:
         nan.view(np.float32)[:] = np.nan
         t = 0
         k = 0
-        for (i, first, common, length), path in zip(self._rows, self._paths(), strict=True):
+        for (i, first, common, length), path in zip(self._rows, self.paths(), strict=True):
             new_tokens = slice(t, t + length - common)  # the row's tokens that it does not share with the previous row
             ids_T[new_tokens] = rows[i][common:]
             position_T[new_tokens] = np.arange(start_B[i] + common, start_B[i] + length)
@@ -167,8 +167,11 @@ class Layout:
         queries, keys, places = staging.to(self._device, non_blocking=True).split(sizes)
         return queries, self.keys_K.index_select(0, keys), places
 
-    def _paths(self) -> Iterator[NDArray[np.int64]]:
-        """Yield the index in the packed row of each token of each row, in the order of the packed row."""
+    def paths(self) -> Iterator[NDArray[np.int64]]:
+        """Yield the index in the packed row of each token of each row, in the order of the packed row.
+
+        Each array is overwritten by the next.
+        """
         path_S = np.empty(self._shape[1], np.int64)
         tokens = 0
         for _, _, common, length in self._rows:
@@ -177,10 +180,15 @@ class Layout:
             yield path_S[:length]
 
     @property
+    def shared_lengths(self) -> list[int]:
+        """How many leading tokens each row shares with the one before, in the order of the packed row."""
+        return [common for _, _, common, _ in self._rows]
+
+    @property
     def at_BS(self) -> Tensor:
         """The index in the packed row of each token of the batch, -1 if it is not packed: `(B, S)`, on the CPU."""
         at_BS = torch.full(self._shape, -1)
-        for (i, first, _, length), path in zip(self._rows, self._paths(), strict=True):
+        for (i, first, _, length), path in zip(self._rows, self.paths(), strict=True):
             at_BS[i, first : first + length] = torch.from_numpy(path)
         return at_BS
 

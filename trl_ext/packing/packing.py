@@ -16,6 +16,7 @@ from torch import Tensor
 from .attention import TOKEN_TYPES, accept_layouts
 from .first_batch import packing_differences
 from .layout import Layout
+from .mixers import accept_layouts_in_mixers
 from .support import (
     can_rebase,
     longest_equal,
@@ -60,6 +61,7 @@ class Packing:
             self._chunk = longest_in_one_chunk(model)
             self._unscaled_row = longest_unscaled_row(model)
             accept_layouts(model)
+            accept_layouts_in_mixers(model)
 
     def agree(self, padded_reasons: list[str | None], unshared_reasons: list[str | None]) -> None:
         """Adopt a reason that any rank has found, given the reasons of all ranks."""

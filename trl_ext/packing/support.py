@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 
 
@@ -27,10 +28,31 @@ def placeholder_ids(config: Any) -> set[int]:
     return {x for name, x in fields if name.endswith(("token_id", "token_index")) and isinstance(x, int)}
 
 
+def mixers_of(model: Any) -> list[nn.Module]:
+    """Return the modules that mix tokens by a causal convolution, alone or before a recurrence."""
+    return [
+        module
+        for module in text_backbone_of(model).modules()
+        if not isinstance(module, BaseTunerLayer) and any(map(_is_causal_convolution, module.children()))
+    ]
+
+
+def _is_causal_convolution(module: nn.Module) -> bool:
+    """Whether this is a convolution of each channel alone whose padding is as long as what it looks back at."""
+    convolution = getattr(module, "base_layer", module)  # of PEFT
+    return (
+        isinstance(convolution, nn.Conv1d)
+        and convolution.groups == convolution.in_channels
+        and convolution.padding == (convolution.kernel_size[0] - 1,)
+    )
+
+
 _CHUNKED = "chunked_attention"
 _MASKABLE = {"full_attention", "sliding_attention", _CHUNKED}
+# Kinds of layers, in models that also have mixers, that have none
+_WITHOUT_MIXER = {"attention", "mlp", "moe"}
 # Rotary embeddings that depend only on the distance between tokens
-_RELATIVE_ROTATIONS = {"default", "linear", "llama3", "yarn"}
+_RELATIVE_ROTATIONS = {"default", "linear", "llama3", "proportional", "yarn"}
 # Rotary embeddings that depend on the length of the batch
 _ROTATIONS_BY_LENGTH = {"dynamic", "longrope"}
 # Model types whose attention depends on more than the distance: they scale queries by position, or apply a norm after
@@ -43,18 +65,20 @@ def padded_reason(model: Any) -> str | None:
     config = model.config.get_text_config()
     if config.is_encoder_decoder:
         return "the model is an encoder-decoder"
-    if getattr(model, "_is_stateful", False):
+    mixers = mixers_of(model)
+    if getattr(model, "_is_stateful", False) and not mixers:
         return "the model has a recurrent state, which would carry over from one row to the next"
-    if not getattr(model, "_supports_attention_backend", False):
+    if not getattr(model, "_supports_attention_backend", False) and not mixers:
         return "the model's attention does not use transformers' attention interface"
     adapters = getattr(model, "peft_config", None) or {}
     if any(getattr(adapter, "alora_invocation_tokens", None) for adapter in adapters.values()):
         return "an aLoRA adapter starts at a position that PEFT counts from the end of a padded row"
     if trains_expert_modules(model):
         return "the model's experts are separate modules, and in TRL one that only gets padding has a gradient of 0"
-    unsupported = set(getattr(config, "layer_types", None) or ()) - _MASKABLE
-    if unsupported:
-        names = ", ".join(sorted(unsupported))
+    known = _MASKABLE | (_WITHOUT_MIXER if mixers else set())
+    unsupported = [kind for kind in getattr(config, "layer_types", None) or () if kind not in known]
+    if len(unsupported) > len(mixers):
+        names = ", ".join(sorted(set(unsupported)))
         return f"the model has layers with neither full, sliding-window nor chunked attention: {names}"
     if not getattr(config, "is_causal", True) or getattr(config, "use_bidirectional_attention", False):
         return "the model's attention is not causal"
