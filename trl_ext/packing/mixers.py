@@ -62,6 +62,8 @@ def _run_on_rows(mixer: Any) -> None:
         return _mixed(self, run, layout, args, kwargs)
 
     mixer.forward = types.MethodType(forward, mixer)
+    # ZeRO-3 gathers the weights of a leaf once, not in each call of its modules, of which ranks make different numbers
+    mixer._z3_leaf = True
 
 
 def _lending_class(layer_class: Any) -> Any:

@@ -22,6 +22,7 @@ from .support import (
     longest_equal,
     longest_in_one_chunk,
     longest_unscaled_row,
+    mixers_of,
     padded_reason,
     takes_text_only,
 )
@@ -41,6 +42,7 @@ class Packing:
     Attributes:
         padded_reason (`str`, *optional*): why batches stay padded; None if they are packed.
         takes_text_only (`bool`): whether no batch has images or sound.
+        has_mixers (`bool`): whether recurrent or convolutional mixers process rows, not the packed row.
         unshared_reason (`str`, *optional*): why rows do not share leading tokens; None if they do.
         checked (`bool`): whether a first batch was compared with the padded forward.
         agreed (`bool`): whether the ranks have exchanged the results of this check.
@@ -51,6 +53,7 @@ class Packing:
         self.padded_reason = padded_reason(model) if padding_free else "`padding_free=False`"
         self.unshared_reason = None if share_prompts else "`share_prompts=False`"
         self.takes_text_only = takes_text_only(model)
+        self.has_mixers = bool(mixers_of(model))
         self.checked = False
         self.agreed = False
         self.skipped_tokens = 0

@@ -85,6 +85,8 @@ class Scorer:
         reason = unsplit_reason(ranks.accelerator, group, config)
         if reason is None and not all(packing.takes_text_only for packing in self.packings):
             reason = "the model takes inputs other than text, which cannot be split"
+        if reason is None and any(packing.has_mixers for packing in self.packings):
+            reason = "the model has recurrent or convolutional layers, which need all tokens of a row"
         if reason is None and padded is not None:
             reason = f"it can split only batches without padding, but batches stay padded: {padded}"
         if reason is not None:

@@ -1,0 +1,76 @@
+"""Models with recurrent or convolutional layers train as in stock TRL, without padding and repeated prompts."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import trl
+
+import trl_ext
+from drop_in_cases import Case
+from packing_models import FAMILIES, fresh
+from run_losses import Trainers, train
+from tiny import Workshop, word_tokenizer
+from training_comparison import assert_same
+
+STOCK, OURS = Trainers.of(trl), Trainers.of(trl_ext)
+# A gated delta net, Mamba 2 beside attention, Mamba 1 and a convolution
+HYBRID = ("qwen3_5", "falcon_h1", "jamba", "lfm2")
+ADAPTED = {
+    "qwen3_5": ["in_proj_qkv", "in_proj_z", "out_proj", "q_proj"],
+    "falcon_h1": ["in_proj", "q_proj"],
+    "jamba": ["in_proj", "x_proj", "q_proj"],
+    "lfm2": ["in_proj", "q_proj"],
+}
+CASES = {
+    "sft": Case("sft", "sft"),
+    "dpo": Case("dpo", "dpo"),
+    "dpo-lora": Case("dpo", "dpo", "lora"),
+    "kto": Case("kto", "kto"),
+    "kto-lora": Case("kto", "kto", "lora"),
+    "grpo": Case("grpo", "grpo", config={"beta": 0.1}),
+    "grpo-lora": Case("grpo", "grpo", "lora", config={"beta": 0.1}),
+    "rloo": Case("rloo", "rloo", config={"beta": 0.0}),
+    "rloo-lora": Case("rloo", "rloo", "lora", config={"beta": 0.1}),
+}
+CHECKPOINTING: dict[str, dict[str, Any]] = {
+    "stored": {},
+    "non-reentrant": {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}},
+    "reentrant": {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}},
+}
+FAST = {
+    ("qwen3_5", "grpo", "non-reentrant"),
+    ("lfm2", "dpo-lora", "reentrant"),
+    ("falcon_h1", "sft", "stored"),
+    ("jamba", "kto", "stored"),
+}
+
+
+def make_model(name: str, workshop: Workshop) -> None:
+    """Save the policy where `workshop` looks for it."""
+    folder = workshop.root / f"{name}-0"
+    if folder.exists():
+        return
+    fresh(FAMILIES[name].config()).save_pretrained(folder)
+    word_tokenizer().save_pretrained(folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "run", "checkpointing"),
+    [
+        pytest.param(*row, marks=() if row in FAST else pytest.mark.slow)
+        for row in [(name, run, how) for name in HYBRID for run in CASES for how in CHECKPOINTING]
+    ],
+)
+def test_hybrid_models_train_as_in_stock_trl(name: str, run: str, checkpointing: str, workshop: Workshop) -> None:
+    make_model(name, workshop)
+    case = CASES[run]
+    case = replace(
+        case,
+        model=name,
+        config={**case.config, **CHECKPOINTING[checkpointing]},
+        lora={"target_modules": ADAPTED[name]} if case.setup == "lora" else case.lora,
+    )
+    ours, stock = train(case, OURS, workshop), train(case, STOCK, workshop)
+    assert ours.packed
+    assert_same(case, ours, stock)
