@@ -9,7 +9,7 @@ import torch
 import trl
 
 from launch import ENGINES, launch
-from matrix_rows import CONTROLS, OTHER_ROWS, OWN_CODE_ROWS, ROWS, OneProcess, Seen, save_models, train
+from matrix_rows import CONTROLS, FAMILY_ROWS, OTHER_ROWS, OWN_CODE_ROWS, ROWS, OneProcess, Seen, save_models, train
 from matrix_rows import __file__ as SCRIPT
 from tiers import fast_first
 
@@ -67,6 +67,7 @@ def check_matrix(engine: str, rows: list[str], folder: Path, processes: int = 2)
 
 
 ALL = [f"{'-'.join(row)}{control}" for control in ("", "-unsynced") for row in ROWS]
+FAMILIES = ["-".join(row) for row in FAMILY_ROWS]
 OTHERS = [f"{'-'.join(row)}{control}" for control in ("", "-unsynced") for row in OTHER_ROWS]
 
 
@@ -102,6 +103,19 @@ def test_sft_and_kto_train_under_tensor_parallelism(tmp_path: Path):
 @pytest.mark.parametrize("engine", ["zero2", "zero3"])
 def test_a_model_whose_code_computes_its_logits_trains_as_one_process(engine: str, tmp_path: Path):
     check_matrix(engine, ["-".join(row) for row in OWN_CODE_ROWS], tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("row", FAMILIES)
+def test_hybrid_and_multimodal_models_on_one_process_are_stock_trl(row: str, tmp_path: Path):
+    found = distances(on_one_process(row), train(OneProcess(tmp_path), *row.split("-"), library=trl))
+    assert max(found.values()) <= LIMIT, found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["ddp", "fsdp2", "zero3"])
+def test_hybrid_and_multimodal_models_train_as_one_process(engine: str, tmp_path: Path):
+    check_matrix(engine, FAMILIES, tmp_path)
 
 
 @pytest.mark.slow

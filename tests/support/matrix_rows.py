@@ -9,7 +9,17 @@ from typing import Any, Protocol
 
 import torch
 from peft import PeftModel, get_peft_model
-from transformers import AutoModelForCausalLM, LlamaConfig, ModernBertDecoderConfig, Qwen3Config, TrainerCallback
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoTokenizer,
+    LlamaConfig,
+    ModernBertDecoderConfig,
+    Qwen3_5TextConfig,
+    Qwen3Config,
+    Qwen3VLConfig,
+    TrainerCallback,
+)
 
 import trl_ext
 from rewards import id_reward
@@ -46,6 +56,39 @@ MODELS = {
         cls_token_id=1,
         sep_token_id=1,
     ),
+    # Ranks differ in how often they call its recurrent layers
+    "hybrid": Qwen3_5TextConfig(
+        **_SHAPE,
+        vocab_size=V_WORDS,
+        tie_word_embeddings=False,
+        layer_types=["linear_attention", "full_attention"],
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=8,
+        linear_value_head_dim=8,
+    ),
+    # Gets text alone
+    "vision": Qwen3VLConfig(
+        text_config={
+            **_SHAPE,
+            "vocab_size": V_WORDS,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 0]},
+        },
+        vision_config={
+            "depth": 1,
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_heads": 4,
+            "patch_size": 4,
+            "out_hidden_size": 48,
+            "num_position_embeddings": 16,
+            "deepstack_visual_indexes": [0],
+        },
+        image_token_id=V_WORDS - 1,
+        video_token_id=V_WORDS - 2,
+        vision_start_token_id=V_WORDS - 3,
+        vision_end_token_id=V_WORDS - 4,
+    ),
 }
 TRAINERS, MODES = ("dpo", "grpo"), ("full", "lora")
 ROWS = [(trainer, mode, model) for trainer in TRAINERS for mode in MODES for model in ("untied", "tied", "odd")]
@@ -55,6 +98,7 @@ OTHER_ROWS = [
     for trainer in ("sft", "kto", "rloo")
     for mode, model in (("full", "untied"), ("lora", "tied"))
 ]
+FAMILY_ROWS = [("dpo", "full", "hybrid"), ("grpo", "lora", "hybrid"), ("dpo", "full", "vision")]
 OWN_CODE_ROWS = [("dpo", "full", "layers"), ("grpo", "lora", "layers")]
 
 
@@ -62,7 +106,8 @@ def save_models(folder: Path) -> None:
     """Save the checkpoints that the rows start from, each with an adapter whose weights are not zero."""
     for name, config in MODELS.items():
         torch.manual_seed(1234)
-        model = AutoModelForCausalLM.from_config(config)
+        auto_class: Any = AutoModelForImageTextToText if name == "vision" else AutoModelForCausalLM
+        model = auto_class.from_config(config)
         model.save_pretrained(folder / name)
         word_tokenizer().save_pretrained(folder / name)
         # Only column-wise linear layers, because PEFT supports no others under tensor parallelism
@@ -197,7 +242,10 @@ def _dpo(engine: Engine, trainers: Trainers, mode: str, path: Path, per_device: 
     arguments = {"dtype": "float32", **engine.model_arguments()} if mode == "full" else None
     config = trainers.dpo_config(**_config(engine, per_device), model_init_kwargs=arguments)
     return trainers.dpo_trainer(
-        _policy(engine, mode, path), args=config, train_dataset=preferences(STEPS * ACCUMULATION * MICRO_BATCH, seed=1)
+        _policy(engine, mode, path),
+        args=config,
+        train_dataset=preferences(STEPS * ACCUMULATION * MICRO_BATCH, seed=1),
+        processing_class=AutoTokenizer.from_pretrained(path),  # "vision" has no processor of images
     )
 
 
@@ -273,8 +321,7 @@ def _case(rank: Any, row: tuple[str, str, str], synced: bool) -> Seen:
     return train(rank, *row, synced=synced)
 
 
-CASES = {"-".join(row): partial(_case, row=row, synced=True) for row in (*ROWS, *OTHER_ROWS, *OWN_CODE_ROWS)}
-CONTROLS = {
-    f"{'-'.join(row)}-unsynced": partial(_case, row=row, synced=False) for row in (*ROWS, *OTHER_ROWS, *OWN_CODE_ROWS)
-}
+LAUNCHED_ROWS = (*ROWS, *OTHER_ROWS, *OWN_CODE_ROWS, *FAMILY_ROWS)
+CASES = {"-".join(row): partial(_case, row=row, synced=True) for row in LAUNCHED_ROWS}
+CONTROLS = {f"{'-'.join(row)}-unsynced": partial(_case, row=row, synced=False) for row in LAUNCHED_ROWS}
 CASES |= CONTROLS
