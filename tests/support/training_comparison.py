@@ -47,6 +47,17 @@ def assert_same(case: Case, ours: Record, stock: Record) -> None:
     assert not wrong, f"{case.name}: {len(wrong)} differences\n" + "\n".join(wrong[:40])
 
 
+def distance(one: Record, other: Record) -> float:
+    """Return the largest difference of a gradient or weight update, relative to the norm of all."""
+    pairs = [*zip(one.gradients, other.gradients, strict=True), (one.updates, other.updates)]
+    return max(
+        float((x[name].double() - want.double()).norm()) / _norm(y)
+        for x, y in pairs
+        for name, want in y.items()
+        if want is not None
+    )
+
+
 def live_rows(case: Case, batch: MicroBatch) -> torch.Tensor:
     """Return the rows of stock's micro-batch that can change the gradient, by advantages and masks: `(B,)`, bool."""
     live = batch.tokens > 0
