@@ -13,9 +13,9 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     AutoTokenizer,
+    BambaConfig,
     LlamaConfig,
     ModernBertDecoderConfig,
-    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3VLConfig,
     TrainerCallback,
@@ -57,15 +57,16 @@ MODELS = {
         sep_token_id=1,
     ),
     # Ranks differ in how often they call its recurrent layers
-    "hybrid": Qwen3_5TextConfig(
+    "hybrid": BambaConfig(
         **_SHAPE,
         vocab_size=V_WORDS,
         tie_word_embeddings=False,
-        layer_types=["linear_attention", "full_attention"],
-        linear_num_key_heads=2,
-        linear_num_value_heads=4,
-        linear_key_head_dim=8,
-        linear_value_head_dim=8,
+        attn_layer_indices=[1],
+        mamba_n_heads=8,
+        mamba_d_head=12,
+        mamba_d_state=8,
+        mamba_n_groups=1,
+        mamba_chunk_size=16,
     ),
     # Gets text alone
     "vision": Qwen3VLConfig(

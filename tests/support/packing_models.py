@@ -105,7 +105,7 @@ def _placeholders(*names: str) -> dict[str, int]:
 
 _BY_COLUMN: dict[str, Any] = {"learned_positions": True}  # their attention has no rotary embeddings
 # With each kind of mixer
-_HYBRID: dict[str, tuple[Callable[[], t.PreTrainedConfig], dict[str, Any]]] = {
+HYBRID: dict[str, tuple[Callable[[], t.PreTrainedConfig], dict[str, Any]]] = {
     "qwen3_5": (_of(t.Qwen3_5TextConfig, **_DELTA_NET), {}),
     "qwen3_next": (_of(t.Qwen3NextConfig, **_DELTA_NET, **_EXPERTS), {"router": True, "adapted": _QUERY_AND_VALUE}),
     "olmo_hybrid": (_of(t.OlmoHybridConfig, **_DELTA_NET), {}),
@@ -290,7 +290,7 @@ FAMILIES: dict[str, Family] = {
         adapted=_QUERY_AND_VALUE,
     ),
     # A recurrence multiplies rounding errors
-    **{name: Family(config, rounding=20.0, **flags) for name, (config, flags) in _HYBRID.items()},
+    **{name: Family(config, rounding=20.0, **flags) for name, (config, flags) in HYBRID.items()},
 }
 
 
