@@ -18,7 +18,15 @@ import trl
 from datasets import Dataset
 from peft import LoraConfig
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PreTrainedConfig,
+    PreTrainedTokenizerFast,
+    Qwen3_5TextConfig,
+    Qwen3Config,
+    Qwen3VLConfig,
+)
 
 GROUP = 8
 PROMPTS = 64
@@ -38,6 +46,7 @@ class Shape:
     heads: int = 4
     kv_heads: int = 2
     head_size: int | None = None  # None: hidden / heads
+    family: Literal["qwen3", "qwen3_5", "qwen3_vl"] = "qwen3"
     ragged: bool = False  # completions of 1/8, 2/8, ..., 8/8 of `completion` tokens, equally many of each
 
 
@@ -71,24 +80,48 @@ def tokenizer(vocabulary: int) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokens, pad_token="<pad>", eos_token="</s>", unk_token="<unk>")
 
 
-def policy(shape: Shape, frozen: bool = False) -> Qwen3ForCausalLM:
+def policy(shape: Shape, frozen: bool = False) -> Any:
     """Return a model with fixed random weights: in bf16 if it is frozen and on a GPU, else in fp32."""
     torch.manual_seed(0)
-    config = Qwen3Config(
-        hidden_size=shape.hidden,
-        intermediate_size=3 * shape.hidden,
-        num_hidden_layers=shape.layers,
-        num_attention_heads=shape.heads,
-        num_key_value_heads=shape.kv_heads,
-        head_dim=shape.head_size or shape.hidden // shape.heads,
-        vocab_size=shape.vocabulary,
-        pad_token_id=0,
-        eos_token_id=1,
-        tie_word_embeddings=True,
-    )
+    auto_class: Any = AutoModelForImageTextToText if shape.family == "qwen3_vl" else AutoModelForCausalLM
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
-        model = Qwen3ForCausalLM(config)
+        model = auto_class.from_config(_config(shape), dtype=torch.float32)
     return model.bfloat16() if frozen and torch.cuda.is_available() else model
+
+
+def _config(shape: Shape) -> PreTrainedConfig:
+    head_size = shape.head_size or shape.hidden // shape.heads
+    special = {"pad_token_id": 0, "eos_token_id": 1, "tie_word_embeddings": True}
+    text = {
+        "hidden_size": shape.hidden,
+        "intermediate_size": 3 * shape.hidden,
+        "num_hidden_layers": shape.layers,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.kv_heads,
+        "head_dim": head_size,
+        "vocab_size": shape.vocabulary,
+        **special,
+    }
+    if shape.family == "qwen3":
+        return Qwen3Config(**text)
+    if shape.family == "qwen3_5":  # as in the released models, each fourth layer has attention
+        heads = {"linear_num_key_heads": shape.kv_heads, "linear_num_value_heads": shape.heads}
+        sizes = {"linear_key_head_dim": head_size, "linear_value_head_dim": head_size}
+        return Qwen3_5TextConfig(**text, **heads, **sizes)
+    rotation = {"rope_type": "default", "rope_theta": 5e6, "mrope_section": _three_parts(head_size // 2)}
+    tower = {
+        "depth": 2,
+        "hidden_size": shape.hidden,
+        "intermediate_size": 2 * shape.hidden,
+        "num_heads": shape.heads,
+        "out_hidden_size": shape.hidden,
+        "deepstack_visual_indexes": [0],
+    }
+    return Qwen3VLConfig(text_config={**text, "rope_parameters": rotation}, vision_config=tower, **special)
+
+
+def _three_parts(count: int) -> list[int]:
+    return [count - 2 * (count // 3), count // 3, count // 3]
 
 
 def words(seed: int, count: int, vocabulary: int) -> list[int]:

@@ -11,6 +11,9 @@ line's `shape` have their defaults. Benchmarks:
 - `grpo_step_lora`, `grpo_step_full`: 4 groups of 8 completions, from 1/8 of the longest to the longest, in
   micro-batches of 8 rows. All rewards of one group are equal. On a GPU, frozen weights are bf16, and trained ones fp32
   under bf16 autocast.
+- `grpo_step_hybrid`: the same for a Qwen3.5 whose layers are mostly recurrent, fully trained, on completions of equal
+  lengths.
+- `dpo_step_multimodal_epoch_1`, `dpo_step_multimodal_epoch_2`: a Qwen3-VL on text alone, with LoRA.
 - `dpo_step_lora_epoch_1`, `dpo_step_lora_epoch_2`: the reference is the model without its adapter.
 - `grpo_longest_lora`, `dpo_longest_lora`, only on a GPU: `longest` is the longest completion, in tokens, with which two
   steps of one micro-batch fit into memory, and `fails_at` the shortest with which they did not, found by doubling and
@@ -149,10 +152,14 @@ def measurements(sizes: Sizes) -> dict[str, Callable[[float], list[Line]]]:
     grpo_curve = {"per_device_train_batch_size": 4 * GROUP, "num_iterations": 2, **CURVES}
     dpo_curve = {"per_device_train_batch_size": 8, **CURVES}
     two_steps = replace(sizes.grpo, completion=4 * sizes.grpo.completion, steps=2)
+    hybrid = replace(sizes.grpo, family="qwen3_5", completion=sizes.grpo.prompt // 4, ragged=False)
+    multimodal = replace(sizes.dpo, family="qwen3_vl")
     cases = [
         (measure, grpo),
         (measure, replace(grpo, benchmark="grpo_step_full", lora=False)),
         (measure, dpo),
+        (measure, replace(grpo, benchmark="grpo_step_hybrid", shape=hybrid, lora=False, dead_share=0.0)),
+        (measure, replace(dpo, benchmark="dpo_step_multimodal", shape=multimodal)),
         (curve, replace(grpo, benchmark="grpo_loss_curve", shape=sizes.curve, config=grpo_curve)),
         (curve, replace(dpo, benchmark="dpo_loss_curve", shape=sizes.curve, config=dpo_curve)),
         (longest, Case("grpo_longest_lora", "grpo", two_steps, {"per_device_train_batch_size": GROUP}, lora=True)),

@@ -62,8 +62,6 @@ def _run_on_rows(mixer: Any) -> None:
         return _mixed(self, run, layout, args, kwargs)
 
     mixer.forward = types.MethodType(forward, mixer)
-    # ZeRO-3 gathers the weights of a leaf once, not in each call of its modules, of which ranks make different numbers
-    mixer._z3_leaf = True
 
 
 def _lending_class(layer_class: Any) -> Any:
@@ -132,8 +130,7 @@ def _arguments_by_name(mixer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 
 
 def _calls(mixer: Any, run: Callable[..., Any], layout: Layout, cache: str | None, hidden_1TH: Tensor) -> MixerCalls:
-    # Each call of a sharded module has collectives, and ranks differ in their rows
-    in_one_call = any(isinstance(module, FSDPModule) for module in mixer.modules() if module is not mixer)
+    in_one_call = _is_gathered_by_part(mixer)
     continues = False
     if layout.shares_tokens and not in_one_call:
         if _CONTINUES not in vars(mixer):
@@ -145,3 +142,13 @@ def _calls(mixer: Any, run: Callable[..., Any], layout: Layout, cache: str | Non
             layout, hidden_1TH.device, continues=continues, in_one_call=in_one_call
         )
     return layout.calls[settings]  # type: ignore[no-any-return]
+
+
+def _is_gathered_by_part(mixer: Any) -> bool:
+    """Whether FSDP2 or ZeRO-3 gathers the weights of modules inside the mixer, in each call.
+
+    All ranks must then call the mixer equally often, though they differ in their rows.
+    """
+    return any(isinstance(module, FSDPModule) for module in mixer.modules() if module is not mixer) or any(
+        hasattr(param, "ds_shape") for param in mixer.parameters()
+    )
