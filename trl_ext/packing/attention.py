@@ -209,6 +209,8 @@ def _has_sliding_window(module: Any) -> bool:
     layer_types = getattr(config, "layer_types", None)
     if layer_types is None:
         return getattr(config, "sliding_window", None) is not None and getattr(config, "use_sliding_window", True)
+    if module.layer_idx is None:  # as in Zamba, where several layers share one attention
+        return "sliding_attention" in layer_types
     return layer_types[module.layer_idx] == "sliding_attention"  # type: ignore[no-any-return]
 
 
