@@ -167,7 +167,7 @@ def packed_attention(
         raise LayoutNotReadError(_NOT_PASSED)
     if attention_mask is None or attention_mask.shape != (1, 1, 1, 1):
         raise LayoutNotReadError("its layers make their own attention mask")
-    for name in options.keys() - _KNOWN_TENSORS:
+    for name in sorted(options.keys() - _KNOWN_TENSORS):
         if isinstance(options[name], Tensor):
             raise LayoutNotReadError(f"its attention receives `{name}`")
     if False in (options.get("is_causal"), getattr(module, "is_causal", None)):
