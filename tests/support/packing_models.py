@@ -148,6 +148,11 @@ _HYBRID: dict[str, tuple[Callable[[], t.PreTrainedConfig], dict[str, Any]]] = {
         ),
         {"router": True, "adapted": _QUERY_AND_VALUE, **_BY_COLUMN},
     ),
+    # Its backbone does not pass its keyword arguments to its layers
+    "mamba": (
+        lambda: t.MambaConfig(**_IDS, hidden_size=32, num_hidden_layers=2, state_size=8, time_step_rank=4),
+        {"adapted": ("in_proj",), "eager_only": True, **_BY_COLUMN},
+    ),
     "mamba2": (
         lambda: t.Mamba2Config(
             **_IDS,
