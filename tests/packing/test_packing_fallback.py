@@ -32,13 +32,6 @@ SHAPE = {
     "max_position_embeddings": 256,
 }
 EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
-LINEAR = {
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8,
-    "layer_types": ["linear_attention", "full_attention"],
-}
 
 
 def of(config: type, **changes: Any) -> Callable[[], t.PreTrainedConfig]:
@@ -47,10 +40,7 @@ def of(config: type, **changes: Any) -> Callable[[], t.PreTrainedConfig]:
 
 # Models that the class or the config rules out, with a word of the reason
 KNOWN: dict[str, tuple[Callable[[], t.PreTrainedConfig], str]] = {
-    "qwen3_next": (of(t.Qwen3NextConfig, **EXPERTS, **LINEAR, shared_expert_intermediate_size=24), "state"),
-    "qwen3_5": (of(t.Qwen3_5TextConfig, **LINEAR), "state"),
-    "mamba": (lambda: t.MambaConfig(vocab_size=97, hidden_size=32, state_size=4, num_hidden_layers=2), "state"),
-    "lfm2": (of(t.Lfm2Config, layer_types=["conv", "full_attention"]), "conv"),
+    "rwkv": (lambda: t.RwkvConfig(vocab_size=97, hidden_size=32, num_hidden_layers=2), "state"),
     "minimax": (
         of(t.MiniMaxConfig, **EXPERTS, layer_types=["linear_attention", "full_attention"], block_size=8),
         "linear_attention",
@@ -59,7 +49,7 @@ KNOWN: dict[str, tuple[Callable[[], t.PreTrainedConfig], str]] = {
     "gptj": (lambda: t.GPTJConfig(vocab_size=97, n_embd=32, n_layer=2, n_head=4, rotary_dim=4), "interface"),
     "bidirectional": (of(t.Gemma3TextConfig, use_bidirectional_attention=True, sliding_window=8), "causal"),
 }
-EAGER_ONLY = dict.fromkeys(("mamba", "bloom", "gptj"), "eager")
+EAGER_ONLY = dict.fromkeys(("rwkv", "bloom", "gptj"), "eager")
 
 
 # Models that only the check of the first batch rules out

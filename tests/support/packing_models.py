@@ -148,9 +148,21 @@ HYBRID: dict[str, tuple[Callable[[], t.PreTrainedConfig], dict[str, Any]]] = {
         ),
         {"router": True, "adapted": _QUERY_AND_VALUE, **_BY_COLUMN},
     ),
+    # Its backbone does not pass its keyword arguments to its layers
+    "mamba": (
+        lambda: t.MambaConfig(**_IDS, hidden_size=32, num_hidden_layers=2, state_size=8, time_step_rank=4),
+        {"adapted": ("in_proj",), "eager_only": True, **_BY_COLUMN},
+    ),
     "mamba2": (
         lambda: t.Mamba2Config(
-            **_IDS, hidden_size=32, num_hidden_layers=2, num_heads=8, head_dim=8, state_size=8, n_groups=1, chunk_size=16
+            **_IDS,
+            hidden_size=32,
+            num_hidden_layers=2,
+            num_heads=8,
+            head_dim=8,
+            state_size=8,
+            n_groups=1,
+            chunk_size=16,
         ),
         {"adapted": ("in_proj",), "eager_only": True, **_BY_COLUMN},
     ),
@@ -294,13 +306,26 @@ FAMILIES: dict[str, Family] = {
 }
 
 
-def fresh(config: t.PreTrainedConfig, attention: str = "sdpa", dtype: torch.dtype = torch.float32) -> Any:
-    """Make a model with random weights, the same on every call."""
+def fresh(
+    config: t.PreTrainedConfig,
+    attention: str = "sdpa",
+    dtype: torch.dtype = torch.float32,
+    model_class: Any = None,
+) -> Any:
+    """Make a model with random weights, the same on every call.
+
+    Args:
+        model_class (`type`, *optional*): the class of the model, if no `AutoModel` should choose it.
+    """
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        has_vision = config.get_text_config() is not config
-        auto_class: Any = t.AutoModelForImageTextToText if has_vision else t.AutoModelForCausalLM
-        model = auto_class.from_config(
+        if model_class is None:
+            has_vision = config.get_text_config() is not config
+            auto_class: Any = t.AutoModelForImageTextToText if has_vision else t.AutoModelForCausalLM
+            from_config = auto_class.from_config
+        else:
+            from_config = model_class._from_config
+        model = from_config(
             # Grouped products of experts do not support float64
             config,
             attn_implementation=attention,

@@ -167,7 +167,7 @@ def packed_attention(
         raise LayoutNotReadError(_NOT_PASSED)
     if attention_mask is None or attention_mask.shape != (1, 1, 1, 1):
         raise LayoutNotReadError("its layers make their own attention mask")
-    for name in options.keys() - _KNOWN_TENSORS:
+    for name in sorted(options.keys() - _KNOWN_TENSORS):
         if isinstance(options[name], Tensor):
             raise LayoutNotReadError(f"its attention receives `{name}`")
     if False in (options.get("is_causal"), getattr(module, "is_causal", None)):
@@ -209,6 +209,8 @@ def _has_sliding_window(module: Any) -> bool:
     layer_types = getattr(config, "layer_types", None)
     if layer_types is None:
         return getattr(config, "sliding_window", None) is not None and getattr(config, "use_sliding_window", True)
+    if module.layer_idx is None:  # as in Zamba, where several layers share one attention
+        return "sliding_attention" in layer_types
     return layer_types[module.layer_idx] == "sliding_attention"  # type: ignore[no-any-return]
 
 

@@ -116,9 +116,11 @@ def _leaks(modules: list[nn.Module], changed_BS: Tensor) -> Iterator[list[str]]:
         arguments = dict(enumerate(args)) | kwargs
         tensors = [name for name, x in arguments.items() if isinstance(x, Tensor)]
         name = "hidden_states" if "hidden_states" in tensors else tensors[0]
-        hidden_BSH = arguments[name]
-        changed = changed_BS.to(hidden_BSH.device).unsqueeze(-1)
-        arguments[name] = torch.where(changed, hidden_BSH.roll(1, dims=-1) + 1, hidden_BSH)
+        hidden = arguments[name]  # of shape `(B, S, H)`, or `(B * S, H)`
+        if hidden.shape[:-1].numel() != changed_BS.numel():
+            return
+        changed = changed_BS.to(hidden.device).view(*hidden.shape[:-1], 1)
+        arguments[name] = torch.where(changed, hidden.roll(1, dims=-1) + 1, hidden)
         running_again.append(module)
         positional = [arguments.pop(number) for number in range(len(args))]
         try:
@@ -127,10 +129,13 @@ def _leaks(modules: list[nn.Module], changed_BS: Tensor) -> Iterator[list[str]]:
             running_again.clear()
 
     def compare(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        if running_again:
+        if running_again or module not in other_outputs:
             return
-        kept_BS = ~changed_BS.to(output_of(output).device)
-        output_NH, other_NH = (x[kept_BS].float() for x in (output_of(output), other_outputs.pop(module)))
+        output, other = output_of(output), other_outputs.pop(module)
+        if output.shape[:-1].numel() != changed_BS.numel():
+            return
+        is_kept_N = ~changed_BS.flatten().to(output.device)
+        output_NH, other_NH = (x.flatten(0, -2)[is_kept_N].float() for x in (output, other))
         difference_N = (output_NH - other_NH).norm(dim=-1) / output_NH.norm(dim=-1).clamp(min=1e-30)
         if (difference_N > _LEAK).any():  # NaN is seen in the hidden states
             leaks.append(type(module).__name__)

@@ -2,7 +2,9 @@
 
 The layout reaches a mixer as a keyword argument of the forward that it belongs to. Gradient checkpointing passes it
 again when it recomputes a layer, and several forwards may be alive at once. A layer that does not pass its keyword
-arguments to its mixer gets a subclass, whose forward lends the layout to the mixer. It runs inside the checkpoint.
+arguments to its mixer gets a subclass, whose forward lends the layout to the mixer. It runs inside the checkpoint. A
+backbone that does not pass its keyword arguments to its layers lends it to them: they take it when they are called,
+outside of the checkpoint.
 """
 
 import inspect
@@ -19,9 +21,10 @@ from .attention import LAYOUT_ARGUMENT, LayoutNotReadError, select_fp32_grad
 from .layout import Layout
 from .mixer_calls import MixerCalls, mixer_calls
 from .mixer_states import PrefixStates, cache_argument, continues_from_states, output_of
-from .support import mixers_of
+from .support import mixers_of, text_backbone_of
 
 _LENT_LAYOUT = "_trl_ext_lent_layout"
+_LAYERS = "_trl_ext_layers_with_mixers"
 _CONTINUES = "_trl_ext_continues_from_states"
 _NOT_PASSED = "its backbone does not pass its keyword arguments to its layers"
 # Arguments that describe the columns of the packed row, or hold the cache of a generation
@@ -43,6 +46,21 @@ def accept_layouts_in_mixers(model: Any) -> None:
         # A hook of accelerate calls the forward that it replaced
         if getattr(vars(module).get("_old_forward"), "__func__", None) is layer_class.forward:
             module._old_forward = types.MethodType(classes[layer_class].forward, module)
+    if layers:
+        backbone = text_backbone_of(model)
+        vars(backbone)[_LAYERS] = layers  # in the module, so that a deep copy has its own
+        backbone.register_forward_pre_hook(_lend_to_layers, with_kwargs=True)
+        backbone.register_forward_hook(_take_back, always_call=True)
+
+
+def _lend_to_layers(backbone: Any, args: Any, kwargs: dict[str, Any]) -> None:
+    for layer in vars(backbone)[_LAYERS]:
+        vars(layer)[_LENT_LAYOUT] = kwargs.get(LAYOUT_ARGUMENT)
+
+
+def _take_back(backbone: Any, args: Any, outputs: Any) -> None:
+    for layer in vars(backbone)[_LAYERS]:
+        vars(layer).pop(_LENT_LAYOUT, None)
 
 
 def _run_on_rows(mixer: Any) -> None:
@@ -66,6 +84,8 @@ def _run_on_rows(mixer: Any) -> None:
 
 def _lending_class(layer_class: Any) -> Any:
     """Return a subclass, of the same name, whose forward lends the layout to the mixers of its layer."""
+    parameters = inspect.signature(layer_class.forward).parameters.values()
+    takes_arguments = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters)
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         layout = kwargs.get(LAYOUT_ARGUMENT)
@@ -80,7 +100,13 @@ def _lending_class(layer_class: Any) -> Any:
             for child in children:
                 vars(child).pop(_LENT_LAYOUT, None)
 
-    names = {"forward": forward, "__module__": layer_class.__module__, "__doc__": layer_class.__doc__}
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        layout = vars(self).get(_LENT_LAYOUT)
+        if layout is not None and takes_arguments:
+            kwargs.setdefault(LAYOUT_ARGUMENT, layout)
+        return layer_class.__call__(self, *args, **kwargs)
+
+    names = {"forward": forward, "__call__": call, "__module__": layer_class.__module__, "__doc__": layer_class.__doc__}
     return type(layer_class.__name__, (layer_class,), names)
 
 

@@ -25,6 +25,8 @@ from .hooks import (
 )
 from .observers import only_observes
 
+# Names of draws that are also modules of `torch.distributions`, which a function may use to compute quantiles
+_DISTRIBUTIONS = {"normal", "uniform", "bernoulli", "multinomial", "poisson", "binomial"}
 _RATES = ("drop", "jitter")
 # Rates of draws that are one for a row or a batch, not one for each token or each forward
 _RATES_OF_ROWS = ("drop_path", "path_drop", "stochastic_depth")
@@ -307,7 +309,8 @@ def _draws_of_class(part: type) -> frozenset[str]:
     for function in functions_of_forward(part):
         names = _names(function.__code__)
         if is_known(function.__module__):
-            draws |= names & _DRAWS
+            # A distribution draws by `sample` and `rsample`
+            draws |= names & (_DRAWS - _DISTRIBUTIONS if "distributions" in names else _DRAWS)
         else:
             values = _read_by(function)
             names |= {str(getattr(value, "__name__", "")) for value in values}

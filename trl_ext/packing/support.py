@@ -80,7 +80,9 @@ def padded_reason(model: Any) -> str | None:
     if len(unsupported) > len(mixers):
         names = ", ".join(sorted(set(unsupported)))
         return f"the model has layers with neither full, sliding-window nor chunked attention: {names}"
-    if not getattr(config, "is_causal", True) or getattr(config, "use_bidirectional_attention", False):
+    # "vision" is about the tokens of an image. Batches of text are causal
+    is_bidirectional = getattr(config, "use_bidirectional_attention", False) not in (None, False, "vision")
+    if is_bidirectional or not getattr(config, "is_causal", True):
         return "the model's attention is not causal"
     return None
 
