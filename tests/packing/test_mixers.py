@@ -60,15 +60,6 @@ def test_a_mixer_that_reads_padding_stays_padded() -> None:
     )
 
 
-def test_a_backbone_that_does_not_pass_keyword_arguments_stays_padded() -> None:
-    config = t.MambaConfig(vocab_size=97, hidden_size=32, num_hidden_layers=2, state_size=8, pad_token_id=0)
-    model = fresh(config, attention="eager").train()
-    scoring = attach(model)
-    scoring.packing.checked = False
-    see(model, EXAMPLES["dpo"](), grad=False)
-    assert scoring.packing.padded_reason == "its backbone does not pass its keyword arguments to its layers"
-
-
 @settings(deadline=None)
 @given(batch=batches())
 @pytest.mark.parametrize(("continues", "in_one_call"), [(False, False), (True, False), (False, True)])
