@@ -100,6 +100,27 @@ def packing_differences(
     return differences
 
 
+def image_difference(model: Any, inputs: dict[str, Any], layout: Layout | str) -> str | None:
+    """Return how packing changes the hidden states of a batch with images, or None.
+
+    Args:
+        inputs: of the backbone.
+        layout: of the batch, or why it has none.
+    """
+    with undisturbed(model, inputs["input_ids"].device):
+        padded_BSH = backbone_of(model)(**inputs).last_hidden_state
+        try:
+            if isinstance(layout, str):
+                backbone_of(model)(**inputs)  # other ranks run two forwards
+                return layout
+            hidden_TH = run_packed(model, layout, inputs).last_hidden_state[0]
+        except Exception as error:  # of the model's code, which may read its images in another way
+            return f"on the first batch with images, packing fails: {error}"
+        packed_BS = (layout.at_BS >= 0).to(padded_BSH.device)
+        hidden_NH = hidden_TH[layout.real_places().to(hidden_TH.device)]
+        return _difference_reason(model, hidden_NH, padded_BSH[packed_BS])
+
+
 @contextmanager
 def _leaks(modules: list[nn.Module], changed_BS: Tensor) -> Iterator[list[str]]:
     """Collect the classes of `modules` in which some tokens change the outputs for other tokens, of other rows.
