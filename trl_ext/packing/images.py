@@ -119,6 +119,23 @@ class BatchImages:
         marks_N = ids_BS.max() + 1 + np.array(self.distinct_N)
         return np.where(self.image_BS >= 0, marks_N[self.image_BS], ids_BS)
 
+    def with_twin(self, inputs: Mapping[str, Any], real_BS: NDArray[np.bool_], token: int) -> dict[str, Any]:
+        """Return the batch with a copy of its first row that has an image, whose last word is `token`.
+
+        So two rows share an image.
+        """
+        row = int((self.image_BS >= 0).any(axis=1).argmax())
+        images = int(self.image_BS[row].max()) + 1
+        entries = {"pixel_values": sum(self.sizes_N[:images]), "image_grid_thw": images}
+        batch = dict(inputs)
+        for name, x in inputs.items():
+            if isinstance(x, Tensor):
+                of_row = x[: entries[name]] if name in entries else x[row : row + 1]
+                batch[name] = torch.cat([x, of_row])
+        words = np.flatnonzero(real_BS[row] & (self.image_BS[row] < 0))
+        batch["input_ids"][-1, words[-1:]] = token
+        return batch
+
     def pack(self, model: Any, layout: Layout, inputs: Mapping[str, Any]) -> None:
         """Give the layout of marked ids its ids, its positions and its images."""
         ids_BS = inputs["input_ids"]

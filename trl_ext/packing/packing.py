@@ -26,6 +26,7 @@ from .support import (
     mixers_of,
     padded_reason,
     takes_text_only,
+    text_id,
 )
 
 logger = logging.getLogger("trl_ext")
@@ -175,7 +176,15 @@ class Packing:
         Ranks do not exchange the result, because which batches are packed is decided for each batch of each rank.
         """
         shares = self.unshared_reason is None
-        layout = _layout_with_images(model, inputs, batch, shares, shares and self._rebases)
+        images = BatchImages.of(model, inputs, batch.ids_BS, batch.real_BS, share=shares)
+        layout: Layout | str
+        if isinstance(images, str) or batch.padded_reason is not None:
+            layout = batch.padded_reason or str(images)
+        else:
+            inputs = images.with_twin(inputs, batch.real_BS, text_id(model.config))
+            unscored_BS = torch.full_like(inputs["input_ids"], -100)
+            batch = HostBatch.of(inputs["input_ids"], inputs.get("attention_mask"), unscored_BS)
+            layout = _layout_with_images(model, inputs, batch, shares, shares and self._rebases)
         self.images_reason = image_difference(model, inputs, layout)
 
     def _warn_once(self, message: str) -> None:

@@ -1,0 +1,71 @@
+"""Data with images train as in stock TRL, without padding, repeated prompts and repeated images."""
+
+from dataclasses import fields, replace
+from typing import Any
+
+import pytest
+import trl
+
+import trl_ext
+from drop_in_cases import Case
+from image_models import CONFIGS, image_data, processor
+from packing_models import fresh
+from run_losses import Record, Trainers, train
+from tiny import Workshop
+from training_comparison import assert_same
+
+ROWS = 8
+LORA = {"target_modules": ["q_proj", "v_proj"]}
+SAMPLED: dict[str, Any] = {"rollout": "generate", "learning_rate": 0.01}
+CASES = {
+    "dpo": Case("dpo", "dpo"),
+    "dpo-lora": Case("dpo", "dpo", "lora", lora=LORA),
+    "grpo": Case("grpo", "grpo", config={"beta": 0.1}, **SAMPLED),
+    "grpo-off-policy": Case("grpo", "grpo", config={"num_iterations": 2, "per_device_train_batch_size": 4}, **SAMPLED),
+    "grpo-lora": Case("grpo", "grpo", "lora", config={"beta": 0.1}, lora=LORA, **SAMPLED),
+    "sft": Case("sft", "sft"),
+    "kto": Case("kto", "kto"),
+    "rloo": Case("rloo", "rloo", config={"beta": 0.1}, **SAMPLED),
+}
+FAST = {("qwen3_vl", "dpo"), ("qwen3_vl", "grpo")}
+
+
+def with_images(trainers: Trainers, patches: list[int]) -> Trainers:
+    """Return trainers of data with images, which count the patches that enter the towers in `patches`."""
+
+    def takes_images(kind: str, trainer_class: Any) -> Any:
+        class WithImages(trainer_class):  # type: ignore[misc]
+            def __init__(self, *positional: Any, **keywords: Any) -> None:
+                keywords |= {"train_dataset": image_data(kind, ROWS), "processing_class": processor()}
+                super().__init__(*positional, **keywords)
+
+        return WithImages
+
+    names = [field.name for field in fields(trainers) if field.name.endswith("_trainer")]
+    kinds = [(name, name.removesuffix("_trainer")) for name in names]
+    return replace(trainers, **{name: takes_images(kind, getattr(trainers, name)) for name, kind in kinds})
+
+
+def run(library: Any, name: str, case: Case, workshop: Workshop) -> tuple[Record, list[int]]:
+    folder = workshop.root / f"{name}-0"
+    if not folder.exists():
+        fresh(CONFIGS[name]()).save_pretrained(folder)
+        processor().save_pretrained(folder)
+    patches: list[int] = []
+    case = Case(**{**vars(case), "model": name})
+    return train(case, with_images(Trainers.of(library), patches), workshop), patches
+
+
+@pytest.mark.parametrize(
+    ("name", "case"),
+    [
+        pytest.param(name, case, marks=() if (name, case) in FAST else pytest.mark.slow)
+        for name in ("qwen3_vl", "qwen3_5")
+        for case in CASES
+    ],
+)
+def test_data_with_images_train_as_in_stock_trl(name: str, case: str, workshop: Workshop) -> None:
+    ours, our_patches = run(trl_ext, name, CASES[case], workshop)
+    stock, patches = run(trl, name, CASES[case], workshop)
+    print(sum(our_patches), sum(patches), ours.fed(), stock.fed())
+    assert_same(CASES[case], ours, stock)
