@@ -57,7 +57,8 @@ def _old_qwen(config: Any) -> t.PreTrainedConfig:
 
 def _qwen3_5() -> t.PreTrainedConfig:
     vision = FAMILIES["qwen3_vl"].config().vision_config.to_dict()
-    return t.Qwen3_5Config(text_config=_text("qwen3_5"), vision_config=vision, **_PLACEHOLDERS)
+    text = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
+    return t.Qwen3_5Config(text_config=_text("qwen3_5") | text, vision_config=vision, **_PLACEHOLDERS)
 
 
 def _llava() -> t.PreTrainedConfig:

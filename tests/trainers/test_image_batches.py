@@ -4,6 +4,7 @@ from dataclasses import fields, replace
 from typing import Any
 
 import pytest
+import torch
 import trl
 
 import trl_ext
@@ -30,8 +31,12 @@ CASES = {
 FAST = {("qwen3_vl", "dpo"), ("qwen3_vl", "grpo")}
 
 
-def with_images(trainers: Trainers, patches: list[int]) -> Trainers:
-    """Return trainers of data with images, which count the patches that enter the towers in `patches`."""
+# How many rows of a batch have the same prompt
+COPIES = {"dpo": 2, "grpo": 4, "rloo": 4}
+
+
+def with_images(trainers: Trainers) -> Trainers:
+    """Return trainers that get data with images and a processor."""
 
     def takes_images(kind: str, trainer_class: Any) -> Any:
         class WithImages(trainer_class):  # type: ignore[misc]
@@ -46,14 +51,26 @@ def with_images(trainers: Trainers, patches: list[int]) -> Trainers:
     return replace(trainers, **{name: takes_images(kind, getattr(trainers, name)) for name, kind in kinds})
 
 
-def run(library: Any, name: str, case: Case, workshop: Workshop) -> tuple[Record, list[int]]:
+def run(library: Any, name: str, case: Case, workshop: Workshop) -> tuple[Record, int]:
+    """Train `case`. Return the record, and the patches that entered the tower in forwards with a gradient."""
     folder = workshop.root / f"{name}-0"
     if not folder.exists():
         fresh(CONFIGS[name]()).save_pretrained(folder)
         processor().save_pretrained(folder)
     patches: list[int] = []
-    case = Case(**{**vars(case), "model": name})
-    return train(case, with_images(Trainers.of(library), patches), workshop), patches
+
+    def count_patches(trainer: Any) -> None:
+        (tower,) = (module for path, module in trainer.model.named_modules() if path.endswith(".visual"))
+
+        def count(module: Any, args: Any) -> None:
+            if torch.is_grad_enabled():
+                patches.append(len(args[0]))
+
+        tower.register_forward_pre_hook(count)
+
+    case = replace(case, model=name)
+    record = train(case, with_images(Trainers.of(library)), workshop, prepare=count_patches)
+    return record, sum(patches)
 
 
 @pytest.mark.parametrize(
@@ -65,7 +82,8 @@ def run(library: Any, name: str, case: Case, workshop: Workshop) -> tuple[Record
     ],
 )
 def test_data_with_images_train_as_in_stock_trl(name: str, case: str, workshop: Workshop) -> None:
-    ours, our_patches = run(trl_ext, name, CASES[case], workshop)
-    stock, patches = run(trl, name, CASES[case], workshop)
-    print(sum(our_patches), sum(patches), ours.fed(), stock.fed())
+    (ours, our_patches), (stock, patches) = (run(library, name, CASES[case], workshop) for library in (trl_ext, trl))
     assert_same(CASES[case], ours, stock)
+    print(case, our_patches, patches, ours.fed(grad=True), stock.fed(grad=True))
+    assert 0 < our_patches * COPIES.get(case, 1) <= patches
+    assert ours.fed(grad=True) < stock.fed(grad=True)
