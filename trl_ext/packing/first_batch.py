@@ -234,9 +234,7 @@ def evaluating(model: Any) -> Iterator[None]:
             module.training = True
 
 
-def _difference_reason(
-    model: Any, hidden_NH: Tensor, padded_NH: Tensor, batch: str = "the first batch"
-) -> str | None:
+def _difference_reason(model: Any, hidden_NH: Tensor, padded_NH: Tensor, batch: str = "the first batch") -> str | None:
     difference_N = (hidden_NH - padded_NH).float().norm(dim=1) / padded_NH.float().norm(dim=1).clamp(min=1e-30)
     coarse = is_coarse(model, padded_NH)
     is_outlier_N = ~(difference_N <= (_COARSE_TOLERANCE if coarse else _TOLERANCE))

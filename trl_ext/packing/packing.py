@@ -199,7 +199,9 @@ def _inputs_padded_reason(model: Any, positional: tuple[Any, ...], inputs: dict[
     if positional or ids_BS is None:
         return "its token ids are not given as `input_ids`"
     with_images = has_images(inputs)
-    supported_inputs = {"input_ids", "attention_mask", *TOKEN_TYPES, *_NOT_BY_ROW, *(IMAGE_INPUTS if with_images else ())}
+    supported_inputs = {"input_ids", "attention_mask", *TOKEN_TYPES, *_NOT_BY_ROW}
+    if with_images:
+        supported_inputs |= set(IMAGE_INPUTS)
     additional = [name for name, x in inputs.items() if x is not None and name not in supported_inputs]
     if not with_images:
         additional += [name for name in TOKEN_TYPES if inputs.get(name) is not None and inputs[name].any()]
