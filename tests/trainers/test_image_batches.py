@@ -21,6 +21,7 @@ SAMPLED: dict[str, Any] = {"rollout": "generate", "learning_rate": 0.01}
 CASES = {
     "dpo": Case("dpo", "dpo"),
     "dpo-lora": Case("dpo", "dpo", "lora", lora=LORA),
+    "dpo-checkpointing": Case("dpo", "dpo", config={"gradient_checkpointing": True}),
     "grpo": Case("grpo", "grpo", config={"beta": 0.1}, **SAMPLED),
     "grpo-off-policy": Case("grpo", "grpo", config={"num_iterations": 2, "per_device_train_batch_size": 4}, **SAMPLED),
     "grpo-lora": Case("grpo", "grpo", "lora", config={"beta": 0.1}, lora=LORA, **SAMPLED),
@@ -32,7 +33,7 @@ FAST = {("qwen3_vl", "dpo"), ("qwen3_vl", "grpo")}
 
 
 # How many rows of a batch have the same prompt
-COPIES = {"dpo": 2, "grpo": 4, "rloo": 4}
+COPIES = {"dpo": 2, "dpo-checkpointing": 2, "grpo": 4, "rloo": 4}
 
 
 def with_images(trainers: Trainers) -> Trainers:
