@@ -200,7 +200,7 @@ def image_data(kind: str, rows: int) -> Dataset:
     examples = []
     prompt: list[dict[str, Any]] = []
     for row in range(rows):
-        pictures = [Picture(row // 2, (4, 4 + 4 * (row % 2))), Picture(7)][: (1, 2, 0, 1)[row % 4]]
+        pictures = [Picture(row // 2, (4, 8 if row % 4 == 1 else 4)), Picture(7)][: (1, 2, 0, 1)[row % 4]]
         content = [{"type": "image", "text": None} for _ in pictures] + [{"type": "text", "text": _sentence(rng)}]
         prompt = [{"role": "user", "content": content}]
         example: dict[str, Any] = {"prompt": prompt, "images": [picture.pil() for picture in pictures]}

@@ -206,6 +206,7 @@ class PackedImages:
             if before is not None:
                 attributes[_FEATURES] = before
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _repeat(self, features: Any) -> Any:
         """Return features by image, or lists of them for each layer, as often as the row has each image."""
         if not isinstance(features[0], Tensor):
