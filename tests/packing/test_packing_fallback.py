@@ -199,7 +199,7 @@ def test_a_batch_with_an_image_stays_padded_and_one_of_text_is_packed(caplog: py
         assert scoring.packing.checked
         assert seen.fed == (tokens_needed(text) if is_text else ids.numel())
         assert_same(seen, in_padding, 1e-5 if is_text else 0.0)
-    assert warned(caplog) == ["A batch is not packed: it has the additional input `pixel_values`."]
+    assert warned(caplog) == ["A batch is not packed: its image tokens see each other in both directions."]
 
 
 @pytest.mark.parametrize("first", ["grpo", pytest.param("dpo", marks=pytest.mark.slow), "one row"])

@@ -9,6 +9,7 @@ import inspect
 import logging
 import math
 import sys
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -116,8 +117,13 @@ def run_packed(model: Any, layout: Layout, inputs: dict[str, Any]) -> Any:
     # the check of the first batch detects that.
     packed = {"input_ids": input_ids, "position_ids": position_ids, "attention_mask": layout.no_mask, LAYOUT_ARGUMENT: layout}
     packed |= {name: torch.zeros_like(input_ids) for name in TOKEN_TYPES if inputs.get(name) is not None}
+    with_images: AbstractContextManager[None] = nullcontext()
+    if layout.images is not None:
+        packed |= layout.images.inputs(inputs)
+        with_images = layout.images.repeated(model)
     model_inputs = inputs | packed
-    outputs = backbone_of(model)(**model_inputs)
+    with with_images:
+        outputs = backbone_of(model)(**model_inputs)
     if layout.reads[0] == reads_before:
         raise LayoutNotReadError(_NOT_PASSED)
     return outputs

@@ -30,6 +30,7 @@ from .support import (
     placeholder_ids,
     takes_text_only,
     text_backbone_of,
+    text_id,
 )
 
 _ROWS = 3
@@ -98,6 +99,27 @@ def packing_differences(
             hidden_NH = hidden_TH[layout.real_places().to(hidden_TH.device)]
             differences[share] = _difference_reason(model, hidden_NH, padded_BSH[packed_BS])
     return differences
+
+
+def image_difference(model: Any, inputs: dict[str, Any], layout: Layout | str) -> str | None:
+    """Return how packing changes the hidden states of a batch with images, or None.
+
+    Args:
+        inputs: of the backbone.
+        layout: of the batch, or why it has none.
+    """
+    with undisturbed(model, inputs["input_ids"].device):
+        padded_BSH = backbone_of(model)(**inputs).last_hidden_state
+        try:
+            if isinstance(layout, str):
+                backbone_of(model)(**inputs)  # other ranks run two forwards
+                return layout
+            hidden_TH = run_packed(model, layout, inputs).last_hidden_state[0]
+        except Exception as error:  # of the model's code, which may read its images in another way
+            return f"on the first batch with images, packing fails: {error}"
+        packed_BS = (layout.at_BS >= 0).to(padded_BSH.device)
+        hidden_NH = hidden_TH[layout.real_places().to(hidden_TH.device)]
+        return _difference_reason(model, hidden_NH, padded_BSH[packed_BS], batch="the first batch with images")
 
 
 @contextmanager
@@ -177,15 +199,10 @@ def _rows_to_check(
     if not takes_text_only(model):
         # Without their images, placeholders would not be what the model expects
         placeholders = sorted(placeholder_ids(model.config))
-        ids_BS = np.where(np.isin(ids_BS, placeholders), _text_id(placeholders), ids_BS)
+        ids_BS = np.where(np.isin(ids_BS, placeholders), text_id(model.config), ids_BS)
     longest = lengths_B.argmax()
     twin_S = np.concatenate([ids_BS[longest, : width - width // 2], ids_BS[longest, : width // 2]])
     return np.pad(np.vstack([ids_BS, twin_S]), ((0, 0), (_PREPENDED, 0))), np.append(lengths_B, lengths_B[longest])
-
-
-def _text_id(placeholders: list[int]) -> int:
-    """Return the lowest token id that is not one of the `placeholders`."""
-    return next(x for x in range(len(placeholders) + 1) if x not in placeholders)
 
 
 @contextmanager
@@ -222,7 +239,7 @@ def evaluating(model: Any) -> Iterator[None]:
             module.training = True
 
 
-def _difference_reason(model: Any, hidden_NH: Tensor, padded_NH: Tensor) -> str | None:
+def _difference_reason(model: Any, hidden_NH: Tensor, padded_NH: Tensor, batch: str = "the first batch") -> str | None:
     difference_N = (hidden_NH - padded_NH).float().norm(dim=1) / padded_NH.float().norm(dim=1).clamp(min=1e-30)
     coarse = is_coarse(model, padded_NH)
     is_outlier_N = ~(difference_N <= (_COARSE_TOLERANCE if coarse else _TOLERANCE))
@@ -230,7 +247,7 @@ def _difference_reason(model: Any, hidden_NH: Tensor, padded_NH: Tensor) -> str 
     # If the padded results are NaN too, packing is not the cause
     if not padded_NH.isfinite().all() or is_outlier_N.float().mean() <= allowed_share:
         return None
-    return f"on the first batch, hidden states differ from the padded ones by {difference_N.max():.2g} of their norm"
+    return f"on {batch}, hidden states differ from the padded ones by {difference_N.max():.2g} of their norm"
 
 
 def is_coarse(model: Any, hidden_NH: Tensor) -> bool:

@@ -8,7 +8,8 @@ Dimensions: B rows, S columns, T packed tokens, K keys (of each row that adds to
 
 import copy
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -34,6 +35,13 @@ class Shard(Protocol):
     def heads(self, x_A: Tensor) -> Tensor: ...  # this rank's slice of a per-head vector: `(A / n,)`
 
 
+class Images(Protocol):
+    """The images of a packed row."""
+
+    def inputs(self, inputs: Mapping[str, Any]) -> dict[str, Tensor]: ...  # in place of those of the batch
+    def repeated(self, model: Any) -> AbstractContextManager[None]: ...  # for a forward on the packed row
+
+
 class Layout:
     """The packed row of a padded batch. It is not a dataclass, because FSDP copies dataclasses in a model's arguments.
 
@@ -52,9 +60,12 @@ class Layout:
         shard (`Shard`, *optional*): this rank's share, if the tokens are split over ranks.
         reads (`list[int]`): how often modules have read this layout or its copies on other devices.
         calls (`dict`): how attention modules and mixers compute the rows in several calls.
+        images (`Images`, *optional*): the images of the packed row. If there are any, positions may have axes:
+            `(A, 1, T)`.
     """
 
     shard: Shard | None = None
+    images: Images | None = None
 
     def __init__(
         self,
@@ -183,6 +194,13 @@ class Layout:
     def shared_lengths(self) -> list[int]:
         """How many leading tokens each row shares with the one before, in the order of the packed row."""
         return [common for _, _, common, _ in self._rows]
+
+    @property
+    def sources_T(self) -> NDArray[np.int64]:
+        """The place in the batch, flattened, of each packed token; of a shared one, in the first row that has it."""
+        width = self._shape[1]
+        rows = [row * width + first + np.arange(common, length) for row, first, common, length in self._rows]
+        return np.concatenate(rows)
 
     @property
     def at_BS(self) -> Tensor:

@@ -4,7 +4,7 @@ import logging
 import weakref
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from .attention import TOKEN_TYPES, accept_layouts
-from .first_batch import packing_differences
+from .first_batch import image_difference, packing_differences
+from .images import IMAGE_INPUTS, BatchImages, has_images, has_own_positions, unpacked_images_reason
 from .layout import Layout
 from .mixers import accept_layouts_in_mixers
 from .support import (
@@ -25,6 +26,7 @@ from .support import (
     mixers_of,
     padded_reason,
     takes_text_only,
+    text_id,
 )
 
 logger = logging.getLogger("trl_ext")
@@ -44,7 +46,9 @@ class Packing:
         takes_text_only (`bool`): whether no batch has images or sound.
         has_mixers (`bool`): whether recurrent or convolutional mixers process rows, not the packed row.
         unshared_reason (`str`, *optional*): why rows do not share leading tokens; None if they do.
+        images_reason (`str`, *optional*): why batches with images stay padded; None if they are packed.
         checked (`bool`): whether a first batch was compared with the padded forward.
+        images_checked (`bool`): whether a first batch with images was compared.
         agreed (`bool`): whether the ranks have exchanged the results of this check.
         skipped_tokens (`int`): tokens of padded batches that packing has removed so far.
     """
@@ -54,7 +58,9 @@ class Packing:
         self.unshared_reason = None if share_prompts else "`share_prompts=False`"
         self.takes_text_only = takes_text_only(model)
         self.has_mixers = bool(mixers_of(model))
+        self.images_reason: str | None = None
         self.checked = False
+        self.images_checked = False
         self.agreed = False
         self.skipped_tokens = 0
         self._warned: set[str] = set()
@@ -96,6 +102,7 @@ class Packing:
             return None
         ids_BS: Any = inputs.get("input_ids")
         mask_BS = inputs.get("attention_mask")
+        with_images = has_images(inputs)
         reason = _inputs_padded_reason(model, positional, inputs)
         # Every rank runs the check, and another rank may have a batch without images
         is_checked_on_text = ids_BS is not None and not positional and not self.takes_text_only
@@ -105,9 +112,14 @@ class Packing:
         if not self.checked:
             self.checked = True
             self._check(model, HostBatch.of(ids_BS, mask_BS, labels_BS), ids_BS.device)
-            if self.padded_reason is not None:
-                return None
-        # After the check, which every rank runs, whatever its hooks and the length of its batch
+        # Whatever the first check found, because it may find something else on another rank
+        if with_images and reason is None and not self.images_checked:
+            self.images_checked = True
+            self._check_images(model, inputs, HostBatch.of(ids_BS, mask_BS, labels_BS))
+        if self.padded_reason is not None:
+            return None
+        # After the checks, which every rank runs, whatever its hooks and the length of its batch
+        reason = reason or (self.images_reason if with_images else None)
         if reason is not None:
             self._warn_once(f"A batch is not packed: {reason}.")
             return None
@@ -126,12 +138,15 @@ class Packing:
 
         def make_layout() -> Layout | str:
             batch = HostBatch.of(ids_BS, mask_BS, labels_BS)
-            lengths_B = batch.scored_lengths_B if drops_ends else batch.lengths_B
-            return batch.padded_reason or _layout(batch, lengths_B, shares, rebases, ids_BS.device)
+            if batch.padded_reason or not with_images:
+                lengths_B = batch.scored_lengths_B if drops_ends else batch.lengths_B
+                return batch.padded_reason or _layout(batch, lengths_B, shares, rebases, ids_BS.device)
+            return _layout_with_images(model, inputs, batch, shares, rebases)
 
         # DPO's reference and policy get the same tensors, so they share the result
-        options = (shares, rebases, drops_ends)
-        layout = _LAST_RESULTS[options].of(ids_BS, mask_BS, labels_BS, make=make_layout)
+        options = (shares, rebases, drops_ends, type(model) if with_images else None)
+        image_tensors = [inputs.get(name) for name in (*IMAGE_INPUTS, *TOKEN_TYPES)] if with_images else []
+        layout = _LAST_RESULTS[options].of(ids_BS, mask_BS, labels_BS, *image_tensors, make=make_layout)
         if isinstance(layout, str):
             self._warn_once(f"A batch is not packed: {layout}.")
             return None
@@ -155,6 +170,23 @@ class Packing:
             self.unshared_reason = differences[True]
             self._warn_once(f"Prompts of {type(model).__name__} are not shared: {self.unshared_reason}.")
 
+    def _check_images(self, model: Any, inputs: dict[str, Any], batch: "HostBatch") -> None:
+        """Run the first batch with images packed and padded, and turn off packing with images if they differ.
+
+        Ranks do not exchange the result, because which batches are packed is decided for each batch of each rank.
+        """
+        shares = self.unshared_reason is None
+        images = BatchImages.of(model, inputs, batch.ids_BS, batch.real_BS, share=shares)
+        layout: Layout | str
+        if isinstance(images, str) or batch.padded_reason is not None:
+            layout = batch.padded_reason or str(images)
+        else:
+            inputs = images.with_twin(inputs, batch.real_BS, text_id(model.config))
+            unscored_BS = torch.full_like(inputs["input_ids"], -100)
+            batch = HostBatch.of(inputs["input_ids"], inputs.get("attention_mask"), unscored_BS)
+            layout = _layout_with_images(model, inputs, batch, shares, shares and self._rebases)
+        self.images_reason = image_difference(model, inputs, layout)
+
     def _warn_once(self, message: str) -> None:
         if message not in self._warned:
             self._warned.add(message)
@@ -166,9 +198,13 @@ def _inputs_padded_reason(model: Any, positional: tuple[Any, ...], inputs: dict[
     ids_BS = inputs.get("input_ids")
     if positional or ids_BS is None:
         return "its token ids are not given as `input_ids`"
+    with_images = has_images(inputs)
     supported_inputs = {"input_ids", "attention_mask", *TOKEN_TYPES, *_NOT_BY_ROW}
+    if with_images:
+        supported_inputs |= set(IMAGE_INPUTS)
     additional = [name for name, x in inputs.items() if x is not None and name not in supported_inputs]
-    additional += [name for name in TOKEN_TYPES if inputs.get(name) is not None and inputs[name].any()]
+    if not with_images:
+        additional += [name for name in TOKEN_TYPES if inputs.get(name) is not None and inputs[name].any()]
     additional += [name for name in ("output_attentions", "output_hidden_states") if inputs.get(name)]
     if additional:
         return f"it has the additional input `{additional[0]}`"
@@ -178,7 +214,7 @@ def _inputs_padded_reason(model: Any, positional: tuple[Any, ...], inputs: dict[
     attention = model.config.get_text_config()._attn_implementation or "eager"
     if attention not in _KNOWN_ATTENTION and "flash" not in attention:
         return f"the model's attention `{attention}` is not part of transformers"
-    return None
+    return unpacked_images_reason(model, inputs) if with_images else None
 
 
 @dataclass(frozen=True)
@@ -239,6 +275,21 @@ def _layout(batch: HostBatch, lengths_B: NDArray[Any], share: bool, rebase: bool
     )
 
 
+def _layout_with_images(
+    model: Any, inputs: dict[str, Any], batch: HostBatch, share: bool, rebase: bool
+) -> Layout | str:
+    """Return the layout of a batch with images, or why it has none."""
+    images = BatchImages.of(model, inputs, batch.ids_BS, batch.real_BS, share=share)
+    if isinstance(images, str):
+        return images
+    marked = replace(batch, ids_BS=images.mark(batch.ids_BS))
+    rebase = rebase or (share and has_own_positions(inputs))
+    # All tokens, so that no image is cut, and the tower runs wherever it runs in TRL
+    layout = _layout(marked, batch.lengths_B, share, rebase, inputs["input_ids"].device)
+    images.pack(model, layout, inputs)
+    return layout
+
+
 class LastResult:
     """Keeps the last result of a function of tensors, and returns it again for the same tensors if unchanged."""
 
@@ -268,7 +319,7 @@ class LastResult:
 
 
 # Keyed by the options of a layout
-_LAST_RESULTS: defaultdict[tuple[bool, ...], LastResult] = defaultdict(LastResult)
+_LAST_RESULTS: defaultdict[tuple[Any, ...], LastResult] = defaultdict(LastResult)
 
 
 def _ends(marked_BS: Mask) -> NDArray[Any]:

@@ -28,6 +28,12 @@ def placeholder_ids(config: Any) -> set[int]:
     return {x for name, x in fields if name.endswith(("token_id", "token_index")) and isinstance(x, int)}
 
 
+def text_id(config: Any) -> int:
+    """Return the lowest token id that is no placeholder."""
+    placeholders = placeholder_ids(config)
+    return next(x for x in range(len(placeholders) + 1) if x not in placeholders)
+
+
 def mixers_of(model: Any) -> list[nn.Module]:
     """Return the modules that mix tokens by a causal convolution, alone or before a recurrence."""
     return [
