@@ -3,17 +3,16 @@
 import random
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import transformers as t
 from hypothesis import given, settings
+from test_layout import batches
 from torch import Tensor, nn
 
 from packing_batches import EXAMPLES, Batch, grpo, words
 from packing_models import FAMILIES, HYBRID, attach, build, fresh
 from packing_runs import see
-from test_layout import batches
 from trl_ext.packing import mixers
 from trl_ext.packing.layout import Layout
 from trl_ext.packing.mixer_calls import mixer_calls

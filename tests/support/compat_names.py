@@ -46,6 +46,7 @@ INTERNALS = {
     "accelerate.accelerator": "._is_accelerate_prepared",
     "accelerate.accelerator:Accelerator": "_models _prepare_cp _prepare_deepspeed deepspeed_ulysses_dl_adapter",
     "accelerate.commands.launch": "launch_command_parser",
+    "accelerate.hooks": "._old_forward",
     "accelerate.state:GradientState": "_set_sync_gradients",
     "accelerate.utils.fsdp_utils": "fsdp2_prepare_model",
     "datasets.arrow_dataset:Dataset": "_indices",

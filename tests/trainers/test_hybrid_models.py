@@ -100,5 +100,8 @@ def test_another_sign_of_a_mixers_output_is_noticed(name: str, workshop: Worksho
         mixer.register_forward_hook(lambda module, args, output: -output)
 
     ours, stock = train(case, OURS, workshop, prepare=flip), train(case, STOCK, workshop)
-    with patch.object(training_comparison, "TOLERANCE", 1e-2), pytest.raises(AssertionError, match="gradient of step 0"):
+    with (
+        patch.object(training_comparison, "TOLERANCE", 1e-2),
+        pytest.raises(AssertionError, match="gradient of step 0"),
+    ):
         assert_same(case, ours, stock)

@@ -115,7 +115,12 @@ def run_packed(model: Any, layout: Layout, inputs: dict[str, Any]) -> Any:
         position_ids = layout.shard.columns(position_ids)
     # transformers does not change a mask of four dimensions. A layer that reads it instead of the layout gets NaN, and
     # the check of the first batch detects that.
-    packed = {"input_ids": input_ids, "position_ids": position_ids, "attention_mask": layout.no_mask, LAYOUT_ARGUMENT: layout}
+    packed = {
+        "input_ids": input_ids,
+        "position_ids": position_ids,
+        "attention_mask": layout.no_mask,
+        LAYOUT_ARGUMENT: layout,
+    }
     packed |= {name: torch.zeros_like(input_ids) for name in TOKEN_TYPES if inputs.get(name) is not None}
     with_images: AbstractContextManager[None] = nullcontext()
     if layout.images is not None:
@@ -202,7 +207,9 @@ def _attend(
     flash = "flash" in layout.implementation
     if not flash and not _varlen_supports(query_THD, value_THD, options):
         return _by_batches(module, query_THD, key_THD, value_THD, layout, options)
-    key_KHD, value_KHD = select_fp32_grad(layout.keys_K, key_THD, value_THD) if layout.shares_tokens else (key_THD, value_THD)
+    key_KHD, value_KHD = key_THD, value_THD
+    if layout.shares_tokens:
+        key_KHD, value_KHD = select_fp32_grad(layout.keys_K, key_THD, value_THD)
     if flash:
         return _flash(module, query_THD, key_KHD, value_KHD, layout, options)
     query_THD, key_KHD, value_KHD = (x.to(_attention_dtype(query_THD)) for x in (query_THD, key_KHD, value_KHD))
@@ -235,7 +242,9 @@ def _by_batches(
         layout.calls[settings] = _plan_calls(layout, *settings)
     calls: _Calls = layout.calls[settings]
     query_THD = query_THD if calls.queries is None else query_THD.index_select(0, calls.queries)
-    key_KHD, value_KHD = (key_THD, value_THD) if calls.keys is None else select_fp32_grad(calls.keys, key_THD, value_THD)
+    key_KHD, value_KHD = key_THD, value_THD
+    if calls.keys is not None:
+        key_KHD, value_KHD = select_fp32_grad(calls.keys, key_THD, value_THD)
     call_queries = _split(query_THD, calls.shapes, 1)
     call_keys = _split(key_KHD, calls.shapes, 2)
     call_values = _split(value_KHD, calls.shapes, 2)

@@ -135,7 +135,7 @@ def _leaks(modules: list[nn.Module], changed_BS: Tensor) -> Iterator[list[str]]:
     def run_changed(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if running_again:
             return
-        arguments = dict(enumerate(args)) | kwargs
+        arguments: dict[Any, Any] = dict(enumerate(args)) | kwargs
         tensors = [name for name, x in arguments.items() if isinstance(x, Tensor)]
         name = "hidden_states" if "hidden_states" in tensors else tensors[0]
         hidden = arguments[name]  # of shape `(B, S, H)`, or `(B * S, H)`

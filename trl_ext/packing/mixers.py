@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from .attention import LAYOUT_ARGUMENT, LayoutNotReadError, select_fp32_grad
@@ -111,9 +111,7 @@ def _lending_class(layer_class: Any) -> Any:
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def _mixed(
-    mixer: Any, run: Callable[..., Any], layout: Layout, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
+def _mixed(mixer: Any, run: Callable[..., Any], layout: Layout, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Return what the forward of `mixer` returns for the packed row, computed on its rows."""
     layout.reads[0] += 1
     arguments = _arguments_by_name(mixer, args, kwargs)
@@ -164,9 +162,7 @@ def _calls(mixer: Any, run: Callable[..., Any], layout: Layout, cache: str | Non
         continues = vars(mixer)[_CONTINUES]
     settings = ("mixers", continues, in_one_call, hidden_1TH.device)
     if settings not in layout.calls:
-        layout.calls[settings] = mixer_calls(
-            layout, hidden_1TH.device, continues=continues, in_one_call=in_one_call
-        )
+        layout.calls[settings] = mixer_calls(layout, hidden_1TH.device, continues=continues, in_one_call=in_one_call)
     return layout.calls[settings]  # type: ignore[no-any-return]
 
 
