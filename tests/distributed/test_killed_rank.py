@@ -31,11 +31,15 @@ class Ends:
         self.at_step, self.does, self.trainer = at_step, does, None
 
     def hang_on(self, trainer: Any) -> None:
-        def after(module: torch.nn.Module, inputs: Any, outputs: Any) -> None:
-            if torch.is_grad_enabled() and module.training and trainer.state.global_step == self.at_step:
-                self.does()
+        backward = trainer.accelerator.backward
 
-        trainer.model.register_forward_hook(after)
+        # Not a hook on the model: a resumed run without it would have to sample its completions again
+        def before(*args: Any, **kwargs: Any) -> None:
+            if trainer.state.global_step == self.at_step:
+                self.does()
+            backward(*args, **kwargs)
+
+        trainer.accelerator.backward = before
 
 
 def raises(*_: Any) -> None:
