@@ -73,7 +73,7 @@ def padded_reason(model: Any) -> str | None:
         return "the model is an encoder-decoder"
     mixers = mixers_of(model)
     if getattr(model, "_is_stateful", False) and not mixers:
-        return "the model has a recurrent state, which would carry over from one row to the next"
+        return "the model keeps a state besides keys and values, which would carry over from one row to the next"
     if not getattr(model, "_supports_attention_backend", False) and not mixers:
         return "the model's attention does not use transformers' attention interface"
     adapters = getattr(model, "peft_config", None) or {}
