@@ -1,22 +1,29 @@
 """Recurrent and convolutional mixers run on rows, on few cells, and a state carried over between rows is noticed."""
 
+import copy
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 import transformers as t
 from hypothesis import given, settings
+from peft import LoraConfig, get_peft_model
 from test_layout import batches
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
+from torch.distributed.fsdp import FullyShardedDataParallel
+from transformers.models.lfm2.modeling_lfm2 import Lfm2DecoderLayer
 
 from packing_batches import EXAMPLES, Batch, grpo, words
 from packing_models import FAMILIES, HYBRID, attach, build, fresh
-from packing_runs import see
+from packing_runs import assert_same, see
 from trl_ext.packing import mixers
 from trl_ext.packing.layout import Layout
 from trl_ext.packing.mixer_calls import mixer_calls
-from trl_ext.packing.support import mixers_of
+from trl_ext.packing.randomness import randomness_of
+from trl_ext.packing.support import backbone_of, mixers_of
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -112,3 +119,95 @@ def test_a_group_of_grpo_takes_a_third_of_a_padded_pass(name: str) -> None:
     print(name, tokens / batch.input_ids.numel(), cells / batch.input_ids.numel())
     assert tokens <= 0.31 * batch.input_ids.numel()
     assert cells <= 0.35 * batch.input_ids.numel()
+
+
+class DrawingLayer(Lfm2DecoderLayer):
+    """A layer of a user that draws."""
+
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return super().forward(hidden_states, *args, **kwargs) + 0.1 * torch.randn_like(hidden_states)
+
+
+def test_a_layer_that_draws_is_found_below_the_class_that_lends_layouts() -> None:
+    model = build("lfm2")
+    for layer in model.model.layers:
+        layer.__class__ = DrawingLayer
+    before = randomness_of(model)
+    assert before is not None
+    attach(model)
+    assert randomness_of(model) == before
+
+
+@pytest.mark.parametrize("place", ["layer", "mixer"])
+def test_a_forward_that_is_replaced_in_a_class_is_found(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build("lfm2")
+    attach(model)
+    assert randomness_of(model) is None
+    patched = Lfm2DecoderLayer if place == "layer" else type(mixers_of(model)[0])
+    own_forward = patched.forward
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return own_forward(self, *args, **kwargs)
+
+    monkeypatch.setattr(patched, "forward", forward)
+    randomness = randomness_of(model)
+    assert randomness is not None
+    assert "replaced `forward`" in randomness.reason
+
+
+@pytest.mark.parametrize("name", ["lfm2", "mamba2", "jamba", "mamba", "qwen3_5"])
+@pytest.mark.parametrize("how", ["again", "copy"])
+def test_a_model_that_accepts_layouts_can_be_attached_again(name: str, how: str) -> None:
+    padded, model = build(name), build(name)
+    attach(padded, padding_free=False)
+    attach(model)
+    if how == "copy":
+        model = copy.deepcopy(model)
+    attach(model)
+    batch = EXAMPLES["grpo"]()
+    seen = see(model, batch)
+    assert seen.fed < batch.input_ids.numel()
+    assert_same(seen, see(padded, batch), 2e-4)
+
+
+@pytest.mark.parametrize("name", ["lfm2", "mamba"])
+def test_layers_in_a_checkpoint_wrapper_train_as_padded(name: str) -> None:
+    padded, model = build(name), build(name)
+    attach(padded, padding_free=False)
+    scoring = attach(model)
+    scoring.packing.checked = False
+    backbone = backbone_of(model)
+    layers = backbone.layers
+    for number in range(len(layers)):
+        layers[number] = checkpoint_wrapper(layers[number], CheckpointImpl.NO_REENTRANT)
+    seen, expected = see(model, EXAMPLES["grpo"]()), see(padded, EXAMPLES["grpo"]())
+    assert (scoring.packing.padded_reason is None) == (name == "lfm2")  # Mamba's backbone does not pass keywords on
+    renamed = {key.replace("_checkpoint_wrapped_module.", ""): x for key, x in seen.gradients.items()}
+    assert_same(replace(seen, gradients=renamed), expected, 2e-4)
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", "bamba", "lfm2"])
+def test_a_convolution_that_peft_trains_whole(name: str) -> None:
+    convolution = "conv" if name == "lfm2" else "conv1d"
+    adapter = LoraConfig(target_modules=["q_proj"], modules_to_save=[convolution])
+    runs = []
+    for padding_free in (False, True):
+        torch.manual_seed(0)  # of the adapter
+        wrapped = get_peft_model(build(name), adapter)
+        scoring = attach(wrapped, padding_free=padding_free)
+        scoring.packing.checked = False
+        runs.append(see(wrapped, EXAMPLES["grpo"]()))
+    assert scoring.packing.padded_reason is None
+    assert any(convolution in key for key in runs[1].gradients)
+    assert_same(runs[1], runs[0], 2e-4)
+
+
+def gathered_by_part(group: Any) -> list[bool]:
+    mixer = nn.Sequential(nn.Linear(2, 2))
+    before = mixers._is_gathered_by_part(mixer)
+    mixer[0] = FullyShardedDataParallel(mixer[0], process_group=group, device_id=torch.device("cpu"))
+    return [before, mixers._is_gathered_by_part(mixer)]
+
+
+def test_ranks_gather_the_parts_of_a_mixer_in_fsdp1_units_equally_often(ranks: Any) -> None:
+    assert ranks.run(gathered_by_part, 2) == [[False, True]] * 2

@@ -30,7 +30,7 @@ _POSITIONS = "compute_3d_position_ids"
 # Fields of what `get_image_features` returns that have an entry for each image
 _FIELDS_BY_IMAGE = ("pooler_output", "deepstack_features")
 # Integers as wide as a pixel: equal bits are equal integers
-_BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def has_images(inputs: Mapping[str, Any]) -> bool:
@@ -209,6 +209,8 @@ class PackedImages:
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _repeat(self, features: Any) -> Any:
         """Return features by image, or lists of them for each layer, as often as the row has each image."""
+        if isinstance(features, Tensor):
+            return index_select_fp32_grad(features, torch.tensor(self.order, device=features.device))
         if not isinstance(features[0], Tensor):
             return [self._repeat(of_layer) for of_layer in features]
         sizes = [len(x) for x in features]

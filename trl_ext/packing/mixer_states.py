@@ -108,16 +108,28 @@ def continues_from_states(run: Any, argument: str | None, like: Tensor) -> bool:
     hidden_RCH = torch.randn(shape, dtype=like.dtype, device=like.device, generator=generator)
     states = MixerStates()
     try:
-        with torch.no_grad():
-            whole = output_of(run(hidden_RCH))
-            first = output_of(run(hidden_RCH[:, :_DIVIDED_AT], **{argument: states}))
+        with torch.enable_grad():
+            hidden_RCH.requires_grad_()
+            whole_RCH = output_of(run(hidden_RCH))
+            first_RCH = output_of(run(hidden_RCH[:, :_DIVIDED_AT], **{argument: states}))
             second_states = MixerStates(states.conv, states.recurrent)
-            second = output_of(run(hidden_RCH[:, _DIVIDED_AT:], **{argument: second_states}))
+            second_RCH = output_of(run(hidden_RCH[:, _DIVIDED_AT:], **{argument: second_states}))
+            # A kernel may return a state without a gradient
+            weights_RCH = torch.randn(second_RCH.shape, dtype=like.dtype, device=like.device, generator=generator)
+            ends = (whole_RCH[:, _DIVIDED_AT:], second_RCH)
+            gradients = [torch.autograd.grad((x * weights_RCH).sum(), hidden_RCH)[0] for x in ends]
     except (AttributeError, TypeError, RuntimeError, ValueError, IndexError):
         return False  # it needs another cache than these states
-    difference = (torch.cat([first, second], dim=1) - whole).float().norm() / whole.float().norm().clamp(min=1e-30)
     coarse = like.dtype in (torch.bfloat16, torch.float16) or torch.is_autocast_enabled(like.device.type)
-    return bool(difference < (_COARSE_TOLERANCE if coarse else _TOLERANCE))
+    tolerance = _COARSE_TOLERANCE if coarse else _TOLERANCE
+    outputs = (whole_RCH, torch.cat([first_RCH, second_RCH], dim=1))
+    return all(_distance(*pair) < tolerance for pair in (outputs, gradients))
+
+
+def _distance(one: Tensor, other: Tensor) -> float:
+    """Return the norm of the difference relative to that of `one`."""
+    norm = one.detach().float().norm().clamp(min=1e-30)
+    return float((other.detach().float() - one.detach().float()).norm() / norm)
 
 
 def output_of(result: Any) -> Tensor:

@@ -15,14 +15,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
 from .attention import LAYOUT_ARGUMENT, LayoutNotReadError, select_fp32_grad
 from .layout import Layout
 from .mixer_calls import MixerCalls, mixer_calls
 from .mixer_states import PrefixStates, cache_argument, continues_from_states, output_of
-from .support import mixers_of, text_backbone_of
+from .support import LENDS_FOR, mixers_of, text_backbone_of
 
+_RUNS_ON_ROWS = "_trl_ext_runs_on_rows"
 _LENT_LAYOUT = "_trl_ext_lent_layout"
 _LAYERS = "_trl_ext_layers_with_mixers"
 _CONTINUES = "_trl_ext_continues_from_states"
@@ -35,9 +37,10 @@ def accept_layouts_in_mixers(model: Any) -> None:
     """Make the mixers of `model` run on rows where their forward gets a layout."""
     mixers = mixers_of(model)
     for mixer in mixers:
-        _run_on_rows(mixer)
+        if not vars(mixer).get(_RUNS_ON_ROWS):  # as in a second trainer of the same model
+            _run_on_rows(mixer)
     layers = [module for module in model.modules() if any(child in mixers for child in module.children())]
-    classes = {type(layer): _lending_class(type(layer)) for layer in layers}
+    classes = {type(layer): _lending_class(type(layer)) for layer in layers if not hasattr(layer, LENDS_FOR)}
     for module in model.modules():  # also layers of these classes without a mixer, so that FSDP finds one class
         layer_class = type(module)
         if layer_class not in classes:
@@ -46,14 +49,17 @@ def accept_layouts_in_mixers(model: Any) -> None:
         # A hook of accelerate calls the forward that it replaced
         if getattr(vars(module).get("_old_forward"), "__func__", None) is layer_class.forward:
             module._old_forward = types.MethodType(classes[layer_class].forward, module)
-    if layers:
-        backbone = text_backbone_of(model)
+    backbone = text_backbone_of(model)
+    if layers and _LAYERS not in vars(backbone):
         vars(backbone)[_LAYERS] = layers  # in the module, so that a deep copy has its own
         backbone.register_forward_pre_hook(_lend_to_layers, with_kwargs=True)
         backbone.register_forward_hook(_take_back, always_call=True)
 
 
 def _lend_to_layers(backbone: Any, args: Any, kwargs: dict[str, Any]) -> None:
+    # Such a wrapper calls the layer again in the backward, when nothing is lent
+    if any(isinstance(module, CheckpointWrapper) for module in backbone.modules()):
+        return
     for layer in vars(backbone)[_LAYERS]:
         vars(layer)[_LENT_LAYOUT] = kwargs.get(LAYOUT_ARGUMENT)
 
@@ -80,6 +86,7 @@ def _run_on_rows(mixer: Any) -> None:
         return _mixed(self, run, layout, args, kwargs)
 
     mixer.forward = types.MethodType(forward, mixer)
+    vars(mixer)[_RUNS_ON_ROWS] = True
 
 
 def _lending_class(layer_class: Any) -> Any:
@@ -106,7 +113,13 @@ def _lending_class(layer_class: Any) -> Any:
             kwargs.setdefault(LAYOUT_ARGUMENT, layout)
         return layer_class.__call__(self, *args, **kwargs)
 
-    names = {"forward": forward, "__call__": call, "__module__": layer_class.__module__, "__doc__": layer_class.__doc__}
+    names = {
+        "forward": forward,
+        "__call__": call,
+        "__module__": layer_class.__module__,
+        "__doc__": layer_class.__doc__,
+        LENDS_FOR: layer_class,
+    }
     return type(layer_class.__name__, (layer_class,), names)
 
 
@@ -167,10 +180,11 @@ def _calls(mixer: Any, run: Callable[..., Any], layout: Layout, cache: str | Non
 
 
 def _is_gathered_by_part(mixer: Any) -> bool:
-    """Whether FSDP2 or ZeRO-3 gathers the weights of modules inside the mixer, in each call.
+    """Whether FSDP or ZeRO-3 gathers the weights of modules inside the mixer, in each call.
 
     All ranks must then call the mixer equally often, though they differ in their rows.
     """
-    return any(isinstance(module, FSDPModule) for module in mixer.modules() if module is not mixer) or any(
+    sharded = FSDPModule | FullyShardedDataParallel
+    return any(isinstance(module, sharded) for module in mixer.modules() if module is not mixer) or any(
         hasattr(param, "ds_shape") for param in mixer.parameters()
     )

@@ -184,7 +184,10 @@ class Packing:
             inputs = images.with_twin(inputs, batch.real_BS, text_id(model.config))
             unscored_BS = torch.full_like(inputs["input_ids"], -100)
             batch = HostBatch.of(inputs["input_ids"], inputs.get("attention_mask"), unscored_BS)
-            layout = _layout_with_images(model, inputs, batch, shares, shares and self._rebases)
+            try:
+                layout = _layout_with_images(model, inputs, batch, shares, shares and self._rebases)
+            except Exception as error:  # of the model's code that computes positions
+                layout = f"on the first batch with images, packing fails: {error}"
         self.images_reason = image_difference(model, inputs, layout)
 
     def _warn_once(self, message: str) -> None:

@@ -24,6 +24,7 @@ from .hooks import (
     without_hooks_of_users,
 )
 from .observers import only_observes
+from .support import own_class_of
 
 # Names of draws that are also modules of `torch.distributions`, which a function may use to compute quantiles
 _DISTRIBUTIONS = {"normal", "uniform", "bernoulli", "multinomial", "poisson", "binomial"}
@@ -164,7 +165,7 @@ def _randomness_of_users(name: str, module: nn.Module, hooks: list[Any]) -> Rand
 
     A function can read anything: a counter, the clock, noise that was drawn before, whether gradients are recorded.
     """
-    part: Any = type(module)
+    part = own_class_of(module)
     class_forwards = _forwards_of(part)
     for hook in hooks:
         for function in functions_of_users(hook, class_forwards):
@@ -172,7 +173,10 @@ def _randomness_of_users(name: str, module: nn.Module, hooks: list[Any]) -> Rand
                 return _of_user(
                     f"a forward hook of {_describe_module(name, module)}, {describe_function(function)}, {_MAY_CHANGE}"
                 )
-    for function in functions_of_users(vars(module).get("forward", part.forward), class_forwards):
+    forwards = [part.forward]
+    if "forward" in vars(module):  # it may call the class's
+        forwards.append(vars(module)["forward"])
+    for function in (x for forward in forwards for x in functions_of_users(forward, class_forwards)):
         return _of_user(
             f"the replaced `forward` of {_describe_module(name, module)}, {describe_function(function)}, {_MAY_CHANGE}"
         )
@@ -195,8 +199,7 @@ def _forwards_of(part: type) -> frozenset[FunctionType]:
 
 def _randomness_of_layer(name: str, module: nn.Module) -> Randomness | None:
     """Return what `module` draws, without its hooks and children."""
-    part: Any = type(module)
-    kind = _kind_of(part)
+    kind = _kind_of(own_class_of(module))
     if kind.may_have_rates or _names_rate(" ".join(vars(module))):
         if _has_rate_of_rows(module):
             return Randomness(f"{_describe_module(name, module)} drops the paths of whole rows", of_tokens=False)
@@ -272,8 +275,7 @@ def _rates(module: nn.Module) -> Iterator[tuple[str, Any]]:
             yield from ((name, x) for x in (value.values() if isinstance(value, dict) else (value,)))
     config = attributes.get("config")
     if config is not None:
-        part: Any = type(module)
-        yield from ((name, getattr(config, name, None)) for name in _rate_names(part))
+        yield from ((name, getattr(config, name, None)) for name in _rate_names(own_class_of(module)))
 
 
 def _is_rate(value: Any) -> bool:

@@ -3,7 +3,11 @@
 from typing import Any
 
 from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import nn
+
+# Where a class that lends layouts keeps the layer's own class
+LENDS_FOR = "_trl_ext_lends_for"
 
 
 def backbone_of(model: Any) -> Any:
@@ -34,18 +38,24 @@ def text_id(config: Any) -> int:
     return next(x for x in range(len(placeholders) + 1) if x not in placeholders)
 
 
+def own_class_of(module: nn.Module) -> Any:
+    """Return the class of `module`; if that lends layouts, the class that it replaces."""
+    return getattr(type(module), LENDS_FOR, type(module))
+
+
 def mixers_of(model: Any) -> list[nn.Module]:
     """Return the modules that mix tokens by a causal convolution, alone or before a recurrence."""
     return [
         module
         for module in text_backbone_of(model).modules()
-        if not isinstance(module, BaseTunerLayer) and any(map(_is_causal_convolution, module.children()))
+        if not isinstance(module, BaseTunerLayer | AuxiliaryTrainingWrapper | nn.ModuleDict)
+        and any(map(_is_causal_convolution, module.children()))
     ]
 
 
 def _is_causal_convolution(module: nn.Module) -> bool:
     """Whether this is a convolution of each channel alone whose padding is as long as what it looks back at."""
-    convolution = getattr(module, "base_layer", module)  # of PEFT
+    convolution = getattr(module, "original_module", getattr(module, "base_layer", module))  # of PEFT
     return (
         isinstance(convolution, nn.Conv1d)
         and convolution.groups == convolution.in_channels
