@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 
 from .attention import index_select_fp32_grad
 
@@ -108,7 +109,8 @@ def continues_from_states(run: Any, argument: str | None, like: Tensor) -> bool:
     hidden_RCH = torch.randn(shape, dtype=like.dtype, device=like.device, generator=generator)
     states = MixerStates()
     try:
-        with torch.enable_grad():
+        # Gradient checkpointing counts what the layer saves for its backward
+        with torch.enable_grad(), saved_tensors_hooks(_unchanged, _unchanged):
             hidden_RCH.requires_grad_()
             whole_RCH = output_of(run(hidden_RCH))
             first_RCH = output_of(run(hidden_RCH[:, :_DIVIDED_AT], **{argument: states}))
@@ -124,6 +126,10 @@ def continues_from_states(run: Any, argument: str | None, like: Tensor) -> bool:
     tolerance = _COARSE_TOLERANCE if coarse else _TOLERANCE
     outputs = (whole_RCH, torch.cat([first_RCH, second_RCH], dim=1))
     return all(_distance(*pair) < tolerance for pair in (outputs, gradients))
+
+
+def _unchanged(saved: Tensor) -> Tensor:
+    return saved
 
 
 def _distance(one: Tensor, other: Tensor) -> float:
