@@ -41,8 +41,8 @@ def test_the_first_batch_notices_a_state_that_is_carried_over(
     name: str, dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reasons = []
-    for mixed in (mixers._mixed, on_the_packed_row):
-        monkeypatch.setattr(mixers, "_mixed", mixed)
+    for run_mixer in (mixers._run_mixer, on_the_packed_row):
+        monkeypatch.setattr(mixers, "_run_mixer", run_mixer)
         model = build(name, dtype=DTYPES[dtype])
         scoring = attach(model)
         scoring.packing.checked = False

@@ -20,7 +20,7 @@ from .layout import Layout
 
 # A shorter prefix runs again in each row, which costs less than one more call
 _SHORTEST_PREFIX = 8
-# The part of a call's cells that may be padding. Rows of other lengths get another call
+# The share of a call's cells that may be padding. Rows of other lengths get another call
 _PADDING = 0.25
 # With one column, mixers take the path of generation, which overwrites states in place
 _LEAST_COLUMNS = 2
@@ -49,11 +49,21 @@ class MixerCalls:
     place_T: Tensor
 
 
-class _Part(NamedTuple):
+class _Span(NamedTuple):
     """Successive tokens of a row, and the prefix from which they continue, 0 for none."""
 
     tokens: NDArray[np.int64]
     prefix: int
+
+
+class _Group(NamedTuple):
+    """Rows `first` to `last - 1`. Their first `begin` tokens are in prefixes, `level` of them; `prefix` is the last."""
+
+    first: int
+    last: int
+    begin: int = 0
+    prefix: int = 0
+    level: int = 0
 
 
 def mixer_calls(layout: Layout, device: torch.device, *, continues: bool, in_one_call: bool) -> MixerCalls:
@@ -64,7 +74,7 @@ def mixer_calls(layout: Layout, device: torch.device, *, continues: bool, in_one
         in_one_call (`bool`): whether all rows share one call, because each call has collectives.
     """
     rows, common = _distinct_rows(layout)
-    levels, ends = _parts(rows, common, continues=continues and not in_one_call)
+    levels, ends = _spans(rows, common, continues=continues and not in_one_call)
     # A prefix comes after the one from which it continues. Prefixes of equal lengths share a call
     groups = [group for level in levels for group in _by_length(level)]
     numbers = {0: 0}
@@ -74,19 +84,21 @@ def mixer_calls(layout: Layout, device: torch.device, *, continues: bool, in_one
     calls += [(group, False) for group in ([ends] if in_one_call else _of_near_lengths(ends))]
     place_T = np.full(layout.tokens, -1)
     cells = 0
-    made = []
-    for parts, is_prefix in calls:
-        columns = max(len(part.tokens) for part in parts)
+    row_calls = []
+    for spans, is_prefix in calls:
+        columns = max(len(span.tokens) for span in spans)
         columns = columns if is_prefix else max(columns, _LEAST_COLUMNS)
-        for row, part in enumerate(parts):
-            is_new = place_T[part.tokens] < 0
-            place_T[part.tokens[is_new]] = cells + row * columns + np.flatnonzero(is_new)
-        tokens_RC = np.stack([np.pad(part.tokens, (0, columns - len(part.tokens)), mode="edge") for part in parts])
+        for row, span in enumerate(spans):
+            is_new = place_T[span.tokens] < 0
+            place_T[span.tokens[is_new]] = cells + row * columns + np.flatnonzero(is_new)
+        tokens_RC = np.stack([np.pad(span.tokens, (0, columns - len(span.tokens)), mode="edge") for span in spans])
         cells += tokens_RC.size
-        prefix_R = torch.tensor([numbers[part.prefix] for part in parts], device=device)
-        continues_here = any(part.prefix for part in parts)
-        made.append(MixerCall(torch.from_numpy(tokens_RC).to(device), prefix_R if continues_here else None, is_prefix))
-    return MixerCalls(made, torch.from_numpy(place_T).to(device))
+        prefix_R = torch.tensor([numbers[span.prefix] for span in spans], device=device)
+        continues_here = any(span.prefix for span in spans)
+        row_calls.append(
+            MixerCall(torch.from_numpy(tokens_RC).to(device), prefix_R if continues_here else None, is_prefix)
+        )
+    return MixerCalls(row_calls, torch.from_numpy(place_T).to(device))
 
 
 def _distinct_rows(layout: Layout) -> tuple[list[NDArray[np.int64]], list[int]]:
@@ -102,54 +114,53 @@ def _distinct_rows(layout: Layout) -> tuple[list[NDArray[np.int64]], list[int]]:
     return rows, common
 
 
-def _parts(
+def _spans(
     rows: list[NDArray[np.int64]], common: list[int], *, continues: bool
-) -> tuple[list[dict[int, _Part]], list[_Part]]:
+) -> tuple[list[dict[int, _Span]], list[_Span]]:
     """Divide rows in the order of the packed row into prefixes that several share and the ends of each.
 
     Returns:
         The prefixes by number, in a dictionary for each level; those of a level continue from the level before. And the
         ends.
     """
-    levels: defaultdict[int, dict[int, _Part]] = defaultdict(dict)
+    levels: defaultdict[int, dict[int, _Span]] = defaultdict(dict)
     prefixes = 0
-    ends: list[_Part] = []
-    # Rows of a group, how many of their tokens are in prefixes, the last of these and its level
-    groups = [(0, len(rows), 0, 0, 0)]
+    ends: list[_Span] = []
+    groups = [_Group(0, len(rows))]
     while groups:
         first, last, begin, prefix, level = groups.pop()
         if last - first == 1:
-            ends.append(_Part(rows[first][begin:], prefix))
+            ends.append(_Span(rows[first][begin:], prefix))
             continue
         shared = min(common[first + 1 : last])
         branches = [first, *(row for row in range(first + 1, last) if common[row] == shared), last]
         if continues and shared - begin >= _SHORTEST_PREFIX:
             prefixes += 1
-            levels[level][prefixes] = _Part(rows[first][begin:shared], prefix)
+            levels[level][prefixes] = _Span(rows[first][begin:shared], prefix)
             begin, prefix, level = shared, prefixes, level + 1
-        groups += [(*branch, begin, prefix, level) for branch in pairwise(branches)]
+        groups += [_Group(*branch, begin, prefix, level) for branch in pairwise(branches)]
     return [levels[level] for level in sorted(levels)], ends
 
 
-def _by_length(parts: dict[int, _Part]) -> list[dict[int, _Part]]:
-    groups: defaultdict[int, dict[int, _Part]] = defaultdict(dict)
-    for number, part in parts.items():
-        groups[len(part.tokens)][number] = part
+def _by_length(spans: dict[int, _Span]) -> list[dict[int, _Span]]:
+    groups: defaultdict[int, dict[int, _Span]] = defaultdict(dict)
+    for number, span in spans.items():
+        groups[len(span.tokens)][number] = span
     return list(groups.values())
 
 
-def _of_near_lengths(parts: list[_Part]) -> list[list[_Part]]:
-    """Group parts, so that padding is a small part of each group."""
-    groups: list[list[_Part]] = []
-    for part in sorted(parts, key=_length, reverse=True):
-        group = [*groups[-1], part] if groups else []
+def _of_near_lengths(spans: list[_Span]) -> list[list[_Span]]:
+    """Group spans, so that padding is a small share of each group."""
+    groups: list[list[_Span]] = []
+    for span in sorted(spans, key=_length, reverse=True):
+        group = [*groups[-1], span] if groups else []
         cells: Any = len(group) * _length(group[0]) if group else 0
         if group and sum(map(_length, group)) >= (1 - _PADDING) * cells:
             groups[-1] = group
         else:
-            groups.append([part])
+            groups.append([span])
     return groups
 
 
-def _length(part: _Part) -> int:
-    return len(part.tokens)
+def _length(span: _Span) -> int:
+    return len(span.tokens)

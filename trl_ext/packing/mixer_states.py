@@ -75,7 +75,7 @@ class PrefixStates:
                 before = all_states.get(number, torch.zeros_like(state[:1]))
                 all_states[number] = torch.cat([before, state])
 
-    def of(self, prefix_R: Tensor | None) -> MixerStates:
+    def select(self, prefix_R: Tensor | None) -> MixerStates:
         """Return the states after the prefixes of these numbers."""
         if prefix_R is None:
             return MixerStates()
@@ -92,7 +92,7 @@ def cache_argument(mixer: nn.Module) -> str | None:
     return next((name for name in _CACHE_ARGUMENTS if name in names), None)
 
 
-def continues_from_states(run: Any, argument: str | None, like: Tensor) -> bool:
+def continues_from_states(run: Any, argument: str | None, hidden: Tensor) -> bool:
     """Whether a mixer gives rows in two parts, the second from the states of the first, the outputs of whole rows.
 
     Mamba 1 does not: it reads its state only for a single token.
@@ -100,13 +100,13 @@ def continues_from_states(run: Any, argument: str | None, like: Tensor) -> bool:
     Args:
         run: the mixer's forward, from hidden states `(R, C, H)` and a cache to outputs.
         argument (`str`, *optional*): the name under which it takes the cache.
-        like (`Tensor` of shape `(..., H)`): hidden states, whose dtype and device the probe has.
+        hidden (`Tensor` of shape `(..., H)`): hidden states, whose dtype and device the probe has.
     """
     if argument is None:
         return False
-    generator = torch.Generator(like.device).manual_seed(0)
-    shape = (_ROWS, _COLUMNS, like.shape[-1])
-    hidden_RCH = torch.randn(shape, dtype=like.dtype, device=like.device, generator=generator)
+    generator = torch.Generator(hidden.device).manual_seed(0)
+    shape = (_ROWS, _COLUMNS, hidden.shape[-1])
+    hidden_RCH = torch.randn(shape, dtype=hidden.dtype, device=hidden.device, generator=generator)
     states = MixerStates()
     try:
         # Gradient checkpointing counts what the layer saves for its backward
@@ -117,12 +117,12 @@ def continues_from_states(run: Any, argument: str | None, like: Tensor) -> bool:
             second_states = MixerStates(states.conv, states.recurrent)
             second_RCH = output_of(run(hidden_RCH[:, _DIVIDED_AT:], **{argument: second_states}))
             # A kernel may return a state without a gradient
-            weights_RCH = torch.randn(second_RCH.shape, dtype=like.dtype, device=like.device, generator=generator)
+            weights_RCH = torch.randn(second_RCH.shape, dtype=hidden.dtype, device=hidden.device, generator=generator)
             ends = (whole_RCH[:, _DIVIDED_AT:], second_RCH)
             gradients = [torch.autograd.grad((x * weights_RCH).sum(), hidden_RCH)[0] for x in ends]
     except (AttributeError, TypeError, RuntimeError, ValueError, IndexError):
         return False  # it needs another cache than these states
-    coarse = like.dtype in (torch.bfloat16, torch.float16) or torch.is_autocast_enabled(like.device.type)
+    coarse = hidden.dtype in (torch.bfloat16, torch.float16) or torch.is_autocast_enabled(hidden.device.type)
     tolerance = _COARSE_TOLERANCE if coarse else _TOLERANCE
     outputs = (whole_RCH, torch.cat([first_RCH, second_RCH], dim=1))
     return all(_distance(*pair) < tolerance for pair in (outputs, gradients))

@@ -83,7 +83,7 @@ def _run_on_rows(mixer: Any) -> None:
             if mask is not None and mask.shape == (1, 1, 1, 1):  # that of a packed row
                 raise LayoutNotReadError(_NOT_PASSED)
             return run(*args, **kwargs)
-        return _mixed(self, run, layout, args, kwargs)
+        return _run_mixer(self, run, layout, args, kwargs)
 
     mixer.forward = types.MethodType(forward, mixer)
     vars(mixer)[_RUNS_ON_ROWS] = True
@@ -124,7 +124,9 @@ def _lending_class(layer_class: Any) -> Any:
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def _mixed(mixer: Any, run: Callable[..., Any], layout: Layout, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _run_mixer(
+    mixer: Any, run: Callable[..., Any], layout: Layout, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
     """Return what the forward of `mixer` returns for the packed row, computed on its rows."""
     layout.reads[0] += 1
     arguments = _arguments_by_name(mixer, args, kwargs)
@@ -132,7 +134,7 @@ def _mixed(mixer: Any, run: Callable[..., Any], layout: Layout, args: tuple[Any,
     hidden_1TH = arguments.pop(hidden_argument)
     cache = cache_argument(mixer)
     calls = _calls(mixer, run, layout, cache, hidden_1TH)
-    of_tokens = {
+    token_arguments = {
         name: x
         for name, x in arguments.items()
         if isinstance(x, Tensor) and x.shape[:2] == hidden_1TH.shape[:2] and name not in _NOT_OF_ROWS
@@ -143,10 +145,10 @@ def _mixed(mixer: Any, run: Callable[..., Any], layout: Layout, args: tuple[Any,
     for call in calls.calls:
         (hidden_NH,) = select_fp32_grad(call.tokens_RC.flatten(), hidden_1TH.squeeze(0))
         arguments[hidden_argument] = hidden_NH.unflatten(0, call.tokens_RC.shape)
-        arguments |= {name: x.squeeze(0)[call.tokens_RC] for name, x in of_tokens.items()}
+        arguments |= {name: x.squeeze(0)[call.tokens_RC] for name, x in token_arguments.items()}
         if cache is not None:
             uses_states = call.is_prefix or call.prefix_R is not None
-            arguments[cache] = prefix_states.of(call.prefix_R) if uses_states else None
+            arguments[cache] = prefix_states.select(call.prefix_R) if uses_states else None
         result = run(**arguments)
         outputs.append(output_of(result).flatten(0, 1))
         if call.is_prefix:
