@@ -1,6 +1,7 @@
 """Models with recurrent or convolutional layers train as in stock TRL, without padding and repeated prompts."""
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -9,6 +10,7 @@ import trl
 
 import training_comparison
 import trl_ext
+from case_trainers import build_trainer
 from drop_in_cases import Case
 from packing_models import FAMILIES, fresh
 from run_losses import Trainers, train
@@ -105,3 +107,10 @@ def test_another_sign_of_a_mixers_output_is_noticed(name: str, workshop: Worksho
         pytest.raises(AssertionError, match="gradient of step 0"),
     ):
         assert_same(case, ours, stock)
+
+
+def test_the_plan_says_what_recurrent_layers_process(workshop: Workshop, tmp_path: Path) -> None:
+    make_model("lfm2", workshop)
+    trainer = build_trainer(replace(CASES["dpo"], model="lfm2"), OURS, workshop, str(tmp_path), OURS.dpo_trainer)
+    reason = trainer.explain()["packing"].reason
+    assert reason.endswith("Recurrent layers process rows of near lengths, with little padding.")

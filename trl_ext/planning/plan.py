@@ -117,6 +117,7 @@ class PackingFacts(Facts):
     unsupported: str | None  # why one row cannot hold several sequences; `padding_free=False` is a reason, too
     unshared: str | None  # why rows cannot share their leading tokens
     randomness: str | None  # why two passes over the same tokens differ in training
+    has_mixers: bool = False  # recurrent layers, which process rows
     has_prompts: bool = True  # False: rows of SFT, whose config has no `disable_dropout` either
 
     @property
@@ -165,6 +166,8 @@ def plan_packing(facts: PackingFacts) -> PackingPlan:
             "a prompt that several completions share is" if facts.has_prompts else "leading tokens that rows share are"
         )
         reason = f"Padding is dropped, and {shared} computed once."
+    if runs and facts.has_mixers:
+        reason += " Recurrent layers process rows of near lengths, with little padding."
     return PackingPlan(
         decision=Decision("packing", "run" if runs else "skip", reason),
         padding_free=runs,

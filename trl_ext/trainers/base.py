@@ -342,6 +342,7 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
             unsupported=unsupported,
             unshared=packing.unshared_reason,
             randomness=None if randomness is None else randomness.reason,
+            has_mixers=packing.has_mixers,
         )
 
     def _packing_plan(self) -> PackingPlan:
