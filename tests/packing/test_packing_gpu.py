@@ -9,9 +9,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     AutoModelForCausalLM,
     DeepseekV3Config,
+    FalconH1Config,
     Gemma2Config,
+    Lfm2Config,
     LlamaConfig,
     MistralConfig,
+    Qwen3_5TextConfig,
     Qwen3Config,
 )
 
@@ -48,6 +51,22 @@ CONFIGS = {
         topk_group=1,
         num_experts_per_tok=2,
     ),
+}
+HYBRID = {
+    "qwen3_5": lambda: Qwen3_5TextConfig(
+        **SHAPE,
+        **IDS,
+        **HEADS,
+        layer_types=["linear_attention", "full_attention"],
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=16,
+        linear_value_head_dim=16,
+    ),
+    "falcon_h1": lambda: FalconH1Config(
+        **SHAPE, **IDS, **HEADS, mamba_n_heads=8, mamba_d_head=16, mamba_d_ssm=128, mamba_d_state=16, mamba_chunk_size=16
+    ),
+    "lfm2": lambda: Lfm2Config(**SHAPE, **IDS, **HEADS, layer_types=["conv", "full_attention"]),
 }
 BY_SEGMENTS = {"softcap"}  # the kernel has no softcap
 
@@ -252,6 +271,20 @@ def test_a_bf16_model_is_as_exact_as_padded(name, precision, checkpointing, devi
         padded, packed = (off(found[x][of], expected[of].double()) for x in (False, True))
         assert 0 < packed < 1.5 * padded
         assert packed < 0.1
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", HYBRID)
+def test_a_hybrid_model_equals_its_rows(name, device):
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(HYBRID[name]()).to(device, torch.float64).train()
+    expected = scored_by_definition(model, batch(device))
+    scoring = attach_scoring_forward(model, ScoringOptions())
+    found = scored(model, batch(device), autocast=False)
+    assert scoring.packing.padded_reason is None
+    assert scoring.packing.skipped_tokens > 0
+    for of in (0, 1):
+        assert off(found[of], expected[of]) < 1e-6  # the norms compute in fp32
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -88,7 +88,7 @@ def build_trainer(case: Case, trainers: Trainers, workshop: Workshop, output_dir
         "output_dir": output_dir,
         "seed": 7,
         "bf16": False,
-        "use_cpu": True,
+        "use_cpu": not torch.cuda.is_available(),
         "report_to": "none",
         "save_strategy": "no",
         "logging_steps": 1,
