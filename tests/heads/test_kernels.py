@@ -221,8 +221,9 @@ def test_every_kernel_equals_torch_on_the_device(trained):
     h, w = (x.detach().double().requires_grad_(x.requires_grad) for x in (hidden, weight))
     log_p = (h @ w.t()).log_softmax(-1)
     exact = log_p.gather(1, targets[:, None])[:, 0]
-    assert (found.log_probs - exact).abs().max() <= 1e-5
-    assert (found.entropy + (log_p.exp() * log_p).sum(-1)).abs().max() <= 1e-5
+    # Tensor cores keep fewer bits of a sum than fp32 has: 3.5e-5 on an H200, where rounded logits are off by 5e-2
+    assert (found.log_probs - exact).abs().max() <= 1e-4
+    assert (found.entropy + (log_p.exp() * log_p).sum(-1)).abs().max() <= 1e-4
     for ours, right in ((hidden, h), (weight, w))[: 1 + trained]:
         (gradient,) = torch.autograd.grad(found.log_probs.sum(), ours, retain_graph=True)
         (wanted,) = torch.autograd.grad(exact.sum(), right, retain_graph=True)
@@ -404,7 +405,8 @@ def test_the_check_of_a_device_detects_nan(monkeypatch, written):
 
 @pytest.mark.parametrize("kernels", ["torch", "triton"])
 def test_a_caller_may_write_into_the_log_probs(kernels):
-    hidden, weight, targets = torch.randn(5, 8, requires_grad=True), torch.randn(10, 8), torch.arange(5)
+    hidden = torch.randn(5, 8, device=DEVICE, requires_grad=True)
+    weight, targets = torch.randn(10, 8, device=DEVICE), torch.arange(5, device=DEVICE)
     found = linear_log_probs(hidden, weight, targets, kernels=kernels, outputs=("log_probs", "entropy"))
     log_probs = found.log_probs
     log_probs[targets < 2] = 0.0

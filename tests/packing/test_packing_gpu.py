@@ -5,6 +5,7 @@ Tests that need no CUDA kernel also run on the CPU.
 
 import pytest
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     AutoModelForCausalLM,
@@ -64,7 +65,14 @@ HYBRID = {
         linear_value_head_dim=16,
     ),
     "falcon_h1": lambda: FalconH1Config(
-        **SHAPE, **IDS, **HEADS, mamba_n_heads=8, mamba_d_head=16, mamba_d_ssm=128, mamba_d_state=16, mamba_chunk_size=16
+        **SHAPE,
+        **IDS,
+        **HEADS,
+        mamba_n_heads=8,
+        mamba_d_head=16,
+        mamba_d_ssm=128,
+        mamba_d_state=16,
+        mamba_chunk_size=16,
     ),
     "lfm2": lambda: Lfm2Config(**SHAPE, **IDS, **HEADS, layer_types=["conv", "full_attention"]),
 }
@@ -264,7 +272,8 @@ def test_a_bf16_model_is_as_exact_as_padded(name, precision, checkpointing, devi
         if checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         attach_scoring_forward(model, ScoringOptions(padding_free=packed, share_prompts=packed))
-        with Varlen() as varlen:
+        # On an H100, cuDNN's gradients of these padded rows are NaN (pytorch #196678)
+        with Varlen() as varlen, sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]):
             found[packed] = scored(model, batch(device), autocast)
         assert bool(varlen.calls) == (packed and device == "cuda" and name not in BY_SEGMENTS)
     for of in (0, 1):
