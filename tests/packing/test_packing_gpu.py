@@ -3,6 +3,8 @@
 Tests that need no CUDA kernel also run on the CPU.
 """
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -272,8 +274,9 @@ def test_a_bf16_model_is_as_exact_as_padded(name, precision, checkpointing, devi
         if checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         attach_scoring_forward(model, ScoringOptions(padding_free=packed, share_prompts=packed))
-        # On an H100, cuDNN's gradients of these padded rows are NaN (pytorch #196678)
-        with Varlen() as varlen, sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]):
+        # On an H100 or H200, cuDNN's gradients of these padded rows are NaN (pytorch #196678)
+        without_cudnn = sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
+        with Varlen() as varlen, nullcontext() if packed else without_cudnn:
             found[packed] = scored(model, batch(device), autocast)
         assert bool(varlen.calls) == (packed and device == "cuda" and name not in BY_SEGMENTS)
     for of in (0, 1):
@@ -293,7 +296,7 @@ def test_a_hybrid_model_equals_its_rows(name, device):
     assert scoring.packing.padded_reason is None
     assert scoring.packing.skipped_tokens > 0
     for of in (0, 1):
-        assert off(found[of], expected[of]) < 1e-6  # the norms compute in fp32
+        assert off(found[of], expected[of]) < 1e-5  # norms, and Qwen3.5's delta rule, compute in fp32
 
 
 @pytest.mark.parametrize("device", DEVICES)
