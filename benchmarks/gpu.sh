@@ -55,7 +55,7 @@ training)
     run 190 "whole steps" "$python" benchmarks/training.py --budget 140 ${tiny:-} "${options[@]}"
     run 60 "what packing costs where it saves nothing" "$python" benchmarks/packing.py --budget 15 ${tiny:-} "${options[@]}"
     # Another torch than that of the tests may warn of more: nothing is an error here but a wrong result
-    run "$most" "the tests" "$python" -m pytest -n 8 -q -W default -m 'not slow' \
+    run "$most" "the tests" "$python" -m pytest -n 8 -v -W default -m 'not slow' \
         tests/reference/test_hosted_reference_gpu.py tests/packing/test_packing_gpu.py tests/heads/test_kernels.py \
         tests/host/test_offloading.py tests/trainers/test_drop_in.py
     ;;
