@@ -12,12 +12,13 @@ PAGE = PACKAGE.parent / "docs" / "architecture.md"
 # Package -> the packages of trl_ext that it may import, and third-party packages that it may not
 MAY_IMPORT = {
     "heads": set(),
-    "compat": {"version", "functions"},
+    "compat": {"version", "functions", "scoring"},
     "version": set(),
     "functions": set(),
     "packing": {"functions"},
     "distributed": set(),
-    "scoring": {"heads", "packing", "distributed", "compat"},
+    "scoring": {"heads", "packing", "distributed"},
+    "core": {"distributed", "packing", "reference", "scoring"},
     "host": set(),
     "fit": {"heads", "packing", "scoring", "host", "planning", "losses"},
     "planning": {"losses"},

@@ -1,26 +1,16 @@
-"""Values that TRL's arguments accept, names of its metrics, and the output of its fused head."""
+"""Values that TRL's arguments accept, and names of its metrics."""
 
 import inspect
 import re
 import sys
-from dataclasses import dataclass
 from functools import cache
 from importlib import resources
 
-import torch
 from trl.cli.accelerate_config import resolve_accelerate_config_argument
 from trl.generation.vllm_client import VLLMClient
 from trl.generation.vllm_generation import VLLMGeneration
-from trl.trainer.utils import FusedCausalLMOutput as TRLFusedCausalLMOutput
-from trl.trainer.utils import maybe_gather_lm_head_ctx
 
-__all__ = [
-    "FusedCausalLMOutput",
-    "VLLMClient",
-    "VLLMGeneration",
-    "maybe_gather_lm_head_ctx",
-    "resolve_accelerate_config_argument",
-]
+__all__ = ["VLLMClient", "VLLMGeneration", "resolve_accelerate_config_argument"]
 
 
 @cache
@@ -41,17 +31,6 @@ def accelerate_configs() -> list[str]:
     """Return the names of the configs of accelerate that TRL ships."""
     shipped = resources.files("trl.accelerate_configs").iterdir()
     return sorted(x.name.removesuffix(".yaml") for x in shipped if x.name.endswith(".yaml"))
-
-
-@dataclass
-class FusedCausalLMOutput(TRLFusedCausalLMOutput):
-    """TRL's output of the scoring forward, with one more field.
-
-    Args:
-        mean_log_probs (`torch.Tensor`, *optional*): mean log-prob over the vocabulary, same shape as `log_probs`.
-    """
-
-    mean_log_probs: torch.Tensor | None = None
 
 
 # TRL raises an error for an unknown value only in the first step, and does not name the argument. The loss types are in

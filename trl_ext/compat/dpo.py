@@ -16,7 +16,7 @@ import trl
 from datasets import Dataset
 from torch import Tensor
 
-from .choices import FusedCausalLMOutput
+from ..scoring.output import FusedCausalLMOutput
 from .reference import PAIR_COLUMNS, ReferenceInternals
 from .replaced import next_of, replaced
 

@@ -1,5 +1,6 @@
 """The rows of the head's weight that each rank holds, found without gathering the weight."""
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
@@ -61,6 +62,21 @@ def whole_tensor(x: DTensor) -> Tensor:
 def is_zero3(parameter: Any) -> bool:
     """Return whether ZeRO-3 may have partitioned this parameter."""
     return hasattr(parameter, "ds_tensor")
+
+
+def gathered_by_zero3(*parameters: Any) -> AbstractContextManager[Any]:
+    """Return a context in which parameters that ZeRO-3 has partitioned are whole. Each may be None.
+
+    Those that are whole already, as a weight that the embedding shares, stay as they are afterwards.
+    """
+    # ZeRO-3 does not accept the same parameter twice
+    candidates = {id(parameter): parameter for parameter in parameters if is_zero3(parameter)}.values()
+    if not candidates:
+        return nullcontext()
+    from deepspeed.runtime.zero.partition_parameters import GatheredParameters, ZeroParamStatus
+
+    partitioned = [parameter for parameter in candidates if parameter.ds_status != ZeroParamStatus.AVAILABLE]
+    return GatheredParameters(partitioned) if partitioned else nullcontext()
 
 
 def _of_dtensor(weight: DTensor, bias: Any) -> ShardedWeight | None:

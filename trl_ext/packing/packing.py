@@ -3,7 +3,8 @@
 import logging
 import weakref
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -319,6 +320,19 @@ class LastResult:
             reference() is x and version == x._version
             for x, (reference, version) in zip(tensors, self._tensors, strict=True)
         )
+
+
+@contextmanager
+def padded_in(packings: Iterable[Packing]) -> Iterator[None]:
+    """Keep batches padded in the `with` block. None of them counts as the first batch, which packing checks."""
+    reasons = [(packing, packing.padded_reason) for packing in packings]
+    for packing, _ in reasons:
+        packing.padded_reason = "this pass needs padded batches"
+    try:
+        yield
+    finally:
+        for packing, reason in reasons:
+            packing.padded_reason = reason
 
 
 # Keyed by the options of a layout

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ..compat.choices import FusedCausalLMOutput
 from ..distributed.gradients import scale_grad
 from ..distributed.sequence_parallel import SequenceGroup, Shard
 from ..distributed.shards import is_zero3, parameter_of
@@ -41,6 +40,7 @@ from .head import LinearHead, OpaqueHead, logit_transform, resolve_head, score_b
 from .model_check import ModelSample, difference_reason
 from .model_inputs import check_decoder
 from .model_logits import ForwardNotReadError, ModelForward, logits_of, read_transform
+from .output import FusedCausalLMOutput
 from .router_loss import router_loss
 from .weight_layout import WeightLayout, weight_layout_of
 

@@ -1,17 +1,28 @@
 """Attach scoring forwards to a trainer's models, check them, count their tokens, and describe them in the plan."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any
 
 from ..distributed.sequence_parallel import unsplit_reason
 from ..heads.kernels.work import check_kernels, triton_unavailable_reason
-from ..packing.packing import Packing
+from ..packing.packing import Packing, padded_in
 from .forward import ForwardTokens, ScoringForward, ScoringOptions, attach_scoring_forward
 from .weight_layout import WHOLE_HERE
 
 _HOW = {"tiled": "log-probs in tiles, without storing all logits", "dense": "log-probs from all logits at once"}
+
+
+def agree_on_packing(packings: Iterable[Packing]) -> None:
+    """Make ranks adopt a reason against packing that any of them has found in its first batch. Every rank calls it."""
+    for packing in packings:
+        if packing.checked and not packing.agreed:
+            from accelerate.utils import gather_object
+
+            rank_reasons = gather_object([(packing.padded_reason, packing.unshared_reason)])
+            padded_reasons, unshared_reasons = zip(*rank_reasons, strict=True)
+            packing.agree(list(padded_reasons), list(unshared_reasons))
 
 
 class Scorer:
@@ -117,25 +128,11 @@ class Scorer:
                 "trainer was built: another trainer with the same model object, or a library that patches models. "
                 "Build this trainer last, or give each trainer its own model object."
             )
-        for packing in self.packings:
-            if packing.checked and not packing.agreed:
-                from accelerate.utils import gather_object
+        agree_on_packing(self.packings)
 
-                rank_reasons = gather_object([(packing.padded_reason, packing.unshared_reason)])
-                padded_reasons, unshared_reasons = zip(*rank_reasons, strict=True)
-                packing.agree(list(padded_reasons), list(unshared_reasons))
-
-    @contextmanager
-    def padded(self) -> Iterator[None]:
+    def padded(self) -> AbstractContextManager[None]:
         """Keep batches padded in the `with` block. None of them counts as the first batch, which packing checks."""
-        reasons = [(packing, packing.padded_reason) for packing in self.packings]
-        for packing, _ in reasons:
-            packing.padded_reason = "this pass needs padded batches"
-        try:
-            yield
-        finally:
-            for packing, reason in reasons:
-                packing.padded_reason = reason
+        return padded_in(self.packings)
 
     def take_counts(self) -> ForwardTokens:
         """Return the token counts of all forwards since the last call."""

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ..compat.choices import maybe_gather_lm_head_ctx
 from ..distributed.gradients import scale_grad
-from ..distributed.shards import ShardedWeight, is_zero3, sharded_weight, whole_tensor
+from ..distributed.shards import ShardedWeight, gathered_by_zero3, is_zero3, sharded_weight, whole_tensor
 from ..heads.parallel import Block, BroadcastShards, Exchange, LocalShards, VocabularyShard, tokens_of_ranks
 from .head import HeadAdapter, LinearHead
 
@@ -153,7 +152,7 @@ def _whole(linear: nn.Module) -> WeightLayout:
         reason = "each pass gathers the whole weight"
     weight, bias = (whole_tensor(x) if isinstance(x, DTensor) else x for x in (weight, bias))
     # ZeRO-3 gathers weight and bias while they are read, here and again in the backward
-    return WeightLayout(weight, bias, trained, None, None, partial(maybe_gather_lm_head_ctx, weight, bias), reason)
+    return WeightLayout(weight, bias, trained, None, None, partial(gathered_by_zero3, weight, bias), reason)
 
 
 def _mib(count: int) -> str:

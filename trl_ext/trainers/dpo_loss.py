@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from ..compat import dpo as internals
-from ..compat.choices import FusedCausalLMOutput
 from ..config import AddedDPOFields
 from ..losses.preference import PREFERENCE_LOSSES, READ_REWARDS, LossOptions, Pairs, pairs_of, smoothing_term
 from ..planning.non_finite import PairExponential, bounded_pairs
+from ..scoring.output import FusedCausalLMOutput
 from .dpo_metrics import DPOMetrics
 
 Terms = list[tuple[str, float]]  # loss types with their weights

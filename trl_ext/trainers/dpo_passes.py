@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from ..compat import dpo as internals
-from ..compat.choices import FusedCausalLMOutput
 from ..compat.reference import labels_of
 from ..distributed.ranks import Ranks
 from ..planning.dpo import DPOPlan
 from ..planning.parts import few_parts
 from ..planning.plan import PackingPlan
+from ..scoring.output import FusedCausalLMOutput
 from .dpo_batches import pair_tokens
 from .dpo_loss import LossInputs
 from .dpo_reference import DPOReference

@@ -9,7 +9,6 @@ from datasets import Dataset
 from torch import Tensor
 
 from ..compat import dpo as internals
-from ..compat.choices import FusedCausalLMOutput
 from ..compat.overrides import STEP, overrides, overrides_below
 from ..compat.reference import holds_images, labels_of, score_as_reference
 from ..compat.replaced import unrecorded_pass
@@ -19,6 +18,7 @@ from ..planning.dpo import DPOFacts, DPOPlan, plan_dpo
 from ..planning.parts import few_parts
 from ..planning.plan import PackingPlan
 from ..reference.sequences import check_batch, check_column_values, have_columns
+from ..scoring.output import FusedCausalLMOutput
 from . import reference_source
 from .dpo_batches import sequence_tokens
 from .dpo_loss import DPOTerms

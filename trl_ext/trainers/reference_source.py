@@ -13,11 +13,11 @@ from datasets import Dataset
 from torch.utils.data import DataLoader
 
 from ..compat import reference as internals
-from ..compat.choices import maybe_gather_lm_head_ctx
 from ..compat.overrides import STEP, overrides
 from ..compat.replaced import unrecorded_pass
 from ..config import AddedStoreFields
 from ..distributed.ranks import Ranks
+from ..distributed.shards import gathered_by_zero3
 from ..packing.randomness import NEFTUNE, Randomness
 from ..planning.reference import REFERENCES, ReferencePlan
 from ..reference.canary import Canary, tolerance_of
@@ -192,7 +192,7 @@ class ReferenceSource:
         weights = self._weights()
         accelerator = self.ranks.accelerator
         args = self.host.args
-        gathering = maybe_gather_lm_head_ctx, accelerator.is_main_process
+        gathering = gathered_by_zero3, accelerator.is_main_process
         with (
             nullcontext() if self.weights.policy_reference is None else self.weights.policy_reference.copies_in_place()
         ):

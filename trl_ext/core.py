@@ -1,0 +1,274 @@
+"""Exact log-probs for a training loop of your own, without TRL: packed rows, shared prompts, the tiled head.
+
+```python
+from trl_ext import core
+
+core.attach(model)  # before `accelerator.prepare(model)`
+scores = core.score(model, input_ids, attention_mask, labels)
+```
+"""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from accelerate.utils import extract_model_from_parallel
+from torch import Tensor, nn
+
+from .distributed.ranks import Ranks
+from .distributed.shards import gathered_by_zero3
+from .packing.packing import padded_in
+from .reference.canary import Canary, tolerance_of
+from .reference.store import DiskStore, MemoryStore
+from .reference.stored import StoredReference, Variants
+from .reference.weights import ReferenceWeights, identity_facts, identity_of, write_about
+from .scoring.forward import ScoringForward, ScoringOptions, attach_scoring_forward
+from .scoring.output import FusedCausalLMOutput
+from .scoring.scorer import agree_on_packing
+
+__all__ = ["FusedCausalLMOutput", "Reference", "attach", "rows_with_gradient", "score"]
+
+_OUTPUTS = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1", "mean_log_probs")
+
+_attached: WeakKeyDictionary[nn.Module, ScoringForward] = WeakKeyDictionary()
+
+
+def attach(model: nn.Module, **options: Any) -> None:
+    """Give a causal language model the scoring forward. Call it before `accelerator.prepare(model)`.
+
+    The model's own forward, `generate` and checkpoints stay as they are. A second call with the same options does
+    nothing.
+
+    Args:
+        model (`PreTrainedModel` or `PeftModel`): a causal language model of transformers.
+        options:
+            `temperature` (`float`, 1.0) divides the logits. `padding_free` and `share_prompts` (`bool`, True) remove
+            padding, and compute leading tokens that rows share once, where that is exact. `outputs` are computed in
+            each call that names none, `("log_probs",)`. `entropy_requires_grad` (`bool`, False) gives the entropy a
+            gradient. `cast_lm_head_to_fp32` (`bool`, False), `head` (`str`, "tiled"), `chunk_size` (`int`) and
+            `kernels` (`str`) are [`DPOConfig`]'s arguments about the head.
+
+    Raises:
+        `ValueError`: an option is unknown, or the model has a scoring forward with other options.
+        `RuntimeError`: Accelerate has wrapped the model's forward, and the scoring forward would run outside of its
+            mixed precision.
+    """
+    known_options = {field.name for field in fields(ScoringOptions)}
+    unknown = sorted(options.keys() - known_options)
+    if unknown:
+        raise ValueError(f"Unknown option '{unknown[0]}'. Choose from: {', '.join(sorted(known_options))}.")
+    if "outputs" in options:
+        options["outputs"] = _with_log_probs(options["outputs"])
+    causal_model = _causal_model_of(model)
+    scoring = _attached.get(causal_model)
+    if scoring is not None:
+        if replace(scoring.options, **options) != scoring.options:
+            raise ValueError(
+                f"`attach` was called on this model with other options: {scoring.options}. Call it once for each model."
+            )
+        return
+    if "_original_forward" in causal_model.__dict__ or "_original_forward" in model.__dict__:
+        raise RuntimeError(
+            "`accelerator.prepare` has wrapped this model's forward for mixed precision, and `attach` would take the "
+            "scoring forward out of it. Call `attach(model)` before `accelerator.prepare(model)`."
+        )
+    _attached[causal_model] = attach_scoring_forward(causal_model, ScoringOptions(**options))
+
+
+def score(
+    model: nn.Module,
+    input_ids: Tensor,
+    attention_mask: Tensor,
+    labels: Tensor,
+    *,
+    outputs: tuple[str, ...] | None = None,
+    **inputs: Any,
+) -> FusedCausalLMOutput:
+    """Return the log-probs of a padded batch's labels, from one forward pass of `model`.
+
+    On several ranks, every rank calls it for its first batch at the same time: they agree on what is packed.
+
+    Args:
+        model (`nn.Module`): one that [`attach`] was called on, as `accelerator.prepare` returned it.
+        input_ids (`Tensor`): token ids with padding on either side, int64 `(B, S)`.
+        attention_mask (`Tensor`): 0 on padding, 1 elsewhere, `(B, S)`.
+        labels (`Tensor`):
+            the token ids to score at their own positions, not shifted, and -100 elsewhere, int64 `(B, S)`.
+        outputs (`tuple[str, ...]`, *optional*):
+            the per-token fields to compute: `log_probs` and any of `entropy`, `log_sum_sq_probs`, `mean_logits`,
+            `is_top1`, `mean_log_probs`.
+        inputs: further inputs of the model, such as `pixel_values`.
+
+    Returns:
+        [`FusedCausalLMOutput`]: fields of shape `(B, S - 1)`, whose column t is about the token in column t + 1.
+
+    Raises:
+        `ValueError`: shapes differ, an output is unknown, or `attach` was not called.
+        `RuntimeError`: something replaced the model's forward after `attach`.
+    """
+    for name, tensor in (("attention_mask", attention_mask), ("labels", labels)):
+        if tensor.shape != input_ids.shape:
+            raise ValueError(
+                f"`{name}` must have the shape of `input_ids`, {tuple(input_ids.shape)}, got {tuple(tensor.shape)}."
+            )
+    scoring = _scoring_of(model)
+    scoring.was_called = False
+    output: FusedCausalLMOutput = model(
+        input_ids=input_ids,
+        attention_mask=attention_mask,
+        labels=labels,
+        fused_lm_head=True,
+        head_outputs=None if outputs is None else _with_log_probs(outputs),
+        **inputs,
+    )
+    if not scoring.was_called:
+        raise RuntimeError(
+            "The exact LM head did not score the model, because something replaced `model.forward` after "
+            "`attach(model)`. Call `attach` last, just before `accelerator.prepare`."
+        )
+    agree_on_packing([scoring.packing])
+    return output
+
+
+class Reference:
+    """Log-probs of a model that does not change: each sequence is scored once.
+
+    Build it before `accelerator.prepare(model)`, on every rank.
+
+    Args:
+        model (`PreTrainedModel` or `PeftModel`): the reference. [`attach`] is called if it was not.
+        accelerator (`Accelerator`): whose ranks share what each of them has scored.
+        folder (`str` or `Path`, *optional*):
+            Keeps log-probs on disk, for later runs with the same model, code and versions. Four stored sequences are
+            scored again first, and the folder is not used if they differ. None keeps them in memory.
+        within (`Callable`, *optional*):
+            Returns a context in which `model` is the reference: `model.disable_adapter`, for a LoRA policy.
+
+    Raises:
+        `ValueError`: `folder` is given, and Accelerate shards the model.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        accelerator: Any,
+        folder: str | Path | None = None,
+        within: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    ) -> None:
+        if _causal_model_of(model) not in _attached:
+            attach(model)
+        self._model = model
+        self._within = within
+        self._ranks = Ranks()
+        self._ranks.accelerator = accelerator
+        variants = None if folder is None else self._variants(Path(folder))
+        self._stored = StoredReference(
+            MemoryStore(),
+            "" if variants is None else variants.identity,
+            self._ranks.gather_counts,
+            self._ranks.gather_objects,
+            variants=variants,
+        )
+
+    def log_probs(self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor) -> Tensor:
+        """Return the log-probs of the labels without a gradient, fp32 `(B, S - 1)`; the arguments are those of `score`.
+
+        Every rank calls it, each with its own batch. A pass runs if any rank has a sequence that was not scored.
+
+        Raises:
+            `ValueError`: a label is not the token at its position.
+        """
+        is_labelled = labels != -100
+        if not torch.equal(labels[is_labelled], input_ids[is_labelled]):
+            raise ValueError("`labels` must be `input_ids` or -100, not shifted.")
+        batch = {"input_ids": input_ids, "attention_mask": attention_mask, "completion_mask": is_labelled.long()}
+        return self._stored(batch, self._run).log_probs
+
+    def flush(self) -> None:
+        """Write new entries to `folder`. Call it at the end of training; it also happens every 30 seconds."""
+        self._stored.store.flush()
+
+    def _run(self, batch: dict[str, Any]) -> Tensor:
+        was_training = self._model.training
+        self._model.eval()
+        labels = batch["input_ids"].masked_fill(batch["completion_mask"] == 0, -100)
+        try:
+            with torch.no_grad(), self._within():
+                scores = score(self._model, batch["input_ids"], batch["attention_mask"], labels, outputs=("log_probs",))
+        finally:
+            self._model.train(was_training)
+        assert scores.log_probs is not None
+        return scores.log_probs
+
+    def _variants(self, folder: Path) -> Variants:
+        accelerator = self._ranks.accelerator
+        if self._ranks.is_sharded:
+            raise ValueError(
+                "`folder` is not supported with FSDP or DeepSpeed. Leave it out, to keep log-probs in memory."
+            )
+        packing = _scoring_of(self._model).packing
+        with self._within():
+            weights = ReferenceWeights.of_model(self._model)
+            facts = identity_facts(
+                weights.hash(gathered_by_zero3),
+                weights.config,
+                weights.in_memory(gathered_by_zero3),
+                head=_scoring_of(self._model).options.head,
+                temperature=_scoring_of(self._model).options.temperature,
+                mixed_precision=accelerator.mixed_precision,
+                device=accelerator.device.type,
+            )
+        facts = self._ranks.of_main(lambda: facts)
+
+        def open_store(name: str, canary: Canary) -> DiskStore:
+            store = DiskStore(folder / name, name, writes=self._ranks.writes_to(folder / name), canary=canary)
+            if accelerator.is_local_main_process:
+                write_about(folder / name, facts)
+            return store
+
+        return Variants(
+            root=folder,
+            identity=identity_of(facts),
+            open=open_store,
+            tolerance=tolerance_of(weights, accelerator),
+            padded=lambda: padded_in([packing]),
+            is_main=accelerator.is_main_process,
+            tokens=getattr(weights.base.get_input_embeddings(), "num_embeddings", None),
+        )
+
+
+def rows_with_gradient(advantages: Tensor, completion_mask: Tensor) -> Tensor:
+    """Return which rows a policy-gradient loss needs: bool `(B,)`.
+
+    The loss of a row is its advantage times a function of the row, without a KL or entropy term. A row whose advantage
+    is 0, or whose mask is empty, has no gradient then, and does not have to be scored.
+
+    Args:
+        advantages (`Tensor`): `(B,)`.
+        completion_mask (`Tensor`): 0 on tokens that are not in the loss, `(B, C)`.
+    """
+    return (advantages != 0) & (completion_mask != 0).any(dim=1)
+
+
+def _scoring_of(model: nn.Module) -> ScoringForward:
+    scoring = _attached.get(_causal_model_of(model))
+    if scoring is None:
+        raise ValueError(f"{type(model).__name__} has no scoring forward. Call `attach(model)` before it is prepared.")
+    return scoring
+
+
+def _causal_model_of(model: Any) -> Any:
+    """Return the model of transformers inside the wrappers of engines, `torch.compile` and PEFT."""
+    inner = extract_model_from_parallel(model, recursive=True)
+    return inner.get_base_model() if hasattr(inner, "get_base_model") else inner
+
+
+def _with_log_probs(outputs: tuple[str, ...]) -> tuple[str, ...]:
+    unknown = [name for name in outputs if name not in _OUTPUTS]
+    if unknown:
+        raise ValueError(f"Unknown `outputs` '{unknown[0]}'. Choose from: {', '.join(_OUTPUTS)}.")
+    return tuple(dict.fromkeys(("log_probs", *outputs)))
