@@ -26,6 +26,9 @@ def test_every_internal_that_is_used_is_listed():
     names, nowhere = used()
     assert nowhere == []
     assert sum(map(len, names.values())) > 150
+    assert moved(LIBRARIES) == []
+    if version("trl") != "1.16.0":
+        return  # in another release, a method may belong to a parent class; `moved` has found it there
     # If this fails: python tests/support/compat_names.py
     assert {owner: set(of_owner) for owner, of_owner in names.items()} == {
         owner: set(of_owner) for owner, of_owner in NAMES.items()
@@ -34,7 +37,6 @@ def test_every_internal_that_is_used_is_listed():
         for name, parameters in of_owner.items():
             accepted = NAMES[owner][name]
             assert parameters in accepted if parameters else accepted == [], f"{owner} {name}"
-    assert moved(LIBRARIES) == []
 
 
 def test_every_private_name_is_ours_or_listed():

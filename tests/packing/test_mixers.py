@@ -2,6 +2,7 @@
 
 import copy
 import random
+import types
 from dataclasses import replace
 from typing import Any
 
@@ -168,6 +169,21 @@ def test_a_model_that_accepts_layouts_can_be_attached_again(name: str, how: str)
     seen = see(model, batch)
     assert seen.fed < batch.input_ids.numel()
     assert_same(seen, see(padded, batch), 2e-4)
+
+
+def test_a_copy_runs_its_own_mixers_whose_forward_a_user_replaced() -> None:
+    model = build("qwen3_5")
+    for mixer in mixers_of(model):
+        mixer.forward = types.MethodType(type(mixer).forward, mixer)
+    attach(model)
+    copied = copy.deepcopy(model)
+    attach(copied)
+    before = see(copied, EXAMPLES["grpo"](), grad=False)
+    with torch.no_grad():
+        for mixer in mixers_of(model):
+            mixer.out_proj.weight.zero_()
+    after = see(copied, EXAMPLES["grpo"](), grad=False)
+    assert torch.equal(after.fields["log_probs"], before.fields["log_probs"])
 
 
 @pytest.mark.parametrize("name", ["lfm2", "mamba"])

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from image_models import CONFIGS, IMAGE_TOKEN, Picture, image_batch, image_model, prompt_of
 from packing_models import TrueFloat64
@@ -168,6 +168,60 @@ def test_the_first_batch_with_images_decides_whether_they_are_packed(caplog: pyt
     assert scoring.packing.padded_reason is None
     (warning,) = (record.message for record in caplog.records if record.name == "trl_ext")
     assert warning.startswith("A batch is not packed: on the first batch with images, hidden states differ")
+
+
+class Normalized(nn.Module):
+    """A projector with batch statistics, as some towers have."""
+
+    def __init__(self, projector: Any, features: int) -> None:
+        super().__init__()
+        self.projector = projector
+        self.norm = nn.BatchNorm1d(features, dtype=torch.float64)
+
+    def forward(self, images: Tensor) -> Tensor:
+        projected = self.projector(images)
+        normalized: Tensor = self.norm(projected.flatten(0, -2)).view(projected.shape)
+        return normalized
+
+
+def test_images_of_a_tower_with_batch_statistics_stay_padded() -> None:
+    """The statistics count an image as often as the batch has it."""
+    prompts = [prompt_of([4, SMALL, 3], 0), prompt_of([3, SMALL, OTHER, 2], 1)]
+    passes = []
+    for options in ({}, {"padding_free": False}):
+        model = image_model("llava", torch.float64).train()
+        model.model.multi_modal_projector = Normalized(model.model.multi_modal_projector, 32)
+        scoring = attach(model, **options)
+        passes.append(run(model, image_batch(model.config, prompts)))
+        assert scoring.packing.padded_reason == (None if not options else "`padding_free=False`")
+    ours, padded = passes
+    assert torch.equal(ours.log_probs, padded.log_probs)
+    assert ours.patches == padded.patches
+
+
+def test_an_odd_first_batch_does_not_decide() -> None:
+    model = image_model("qwen3_vl", torch.float64)
+    scoring = attach(model)
+    batch = image_batch(model.config, BATCHES["one image"][0])
+    odd = {**batch, "attention_mask": batch["attention_mask"].clone()}
+    odd["attention_mask"][0, 1] = 0
+    run(model, odd)
+    assert scoring.packing.skipped_tokens == 0
+    run(model, batch)
+    assert scoring.packing.images_checked
+    assert scoring.packing.skipped_tokens > 0
+
+
+def test_out_of_memory_in_the_check_is_not_taken_for_a_difference(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run_packed(*_: Any) -> Any:
+        raise torch.OutOfMemoryError("full")
+
+    model = image_model("qwen3_vl", torch.float64)
+    scoring = attach(model)
+    scoring.packing.checked = True
+    monkeypatch.setattr("trl_ext.packing.first_batch.run_packed", run_packed)
+    with pytest.raises(torch.OutOfMemoryError, match="full"):
+        run(model, image_batch(model.config, BATCHES["one image"][0]))
 
 
 PADDED = {

@@ -83,7 +83,6 @@ INTERNALS = {
     "transformers.modeling_utils:PreTrainedModel": (
         '"_hf_peft_config_loaded" _is_stateful _supports_attention_backend _tp_size'
     ),
-    "transformers.trainer:Trainer": "is_distributed_loading_by_transformers",
     "trl.generation.vllm_generation:VLLMGeneration": "generate llm logprobs vllm_client",
 }
 

@@ -122,6 +122,8 @@ def image_difference(model: Any, inputs: dict[str, Any], layout: Layout | str) -
                 backbone_of(model)(**inputs)  # other ranks run two forwards
                 return layout
             hidden_TH = run_packed(model, layout, inputs).last_hidden_state[0]
+        except torch.OutOfMemoryError:
+            raise
         except Exception as error:  # of the model's code, which may read its images in another way
             return f"on the first batch with images, packing fails: {error}"
         packed_BS = (layout.at_BS >= 0).to(padded_BSH.device)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from .attention import LAYOUT_ARGUMENT, index_select_fp32_grad
 from .layout import Layout
-from .support import backbone_of
+from .support import backbone_of, has_batch_norm
 
 # Inputs that hold pixels, and the patches of each image in time, height and width
 IMAGE_INPUTS = ("pixel_values", "image_grid_thw")
@@ -42,6 +42,9 @@ def unpacked_images_reason(model: Any, inputs: Mapping[str, Any]) -> str | None:
     types = inputs.get("token_type_ids")
     if types is not None and types.any():
         return "its image tokens see each other in both directions"  # as in Gemma 3
+    # Its statistics count an image as often as the batch has it. The first batch's check runs in evaluation mode
+    if has_batch_norm(model):
+        return "the model normalises over the images of a batch"
     image_model = _image_model(model)
     if image_model is None:
         return "the model has no method that returns the features of images"

@@ -24,7 +24,7 @@ from .mixer_calls import MixerCalls, mixer_calls
 from .mixer_states import PrefixStates, cache_argument, continues_from_states, output_of
 from .support import LENDS_FOR, mixers_of, text_backbone_of
 
-_RUNS_ON_ROWS = "_trl_ext_runs_on_rows"
+_OWN_FORWARD = "_trl_ext_own_forward"
 _LENT_LAYOUT = "_trl_ext_lent_layout"
 _LAYERS = "_trl_ext_layers_with_mixers"
 _CONTINUES = "_trl_ext_continues_from_states"
@@ -37,7 +37,7 @@ def accept_layouts_in_mixers(model: Any) -> None:
     """Make the mixers of `model` run on rows where their forward gets a layout."""
     mixers = mixers_of(model)
     for mixer in mixers:
-        if not vars(mixer).get(_RUNS_ON_ROWS):  # as in a second trainer of the same model
+        if _OWN_FORWARD not in vars(mixer):  # as in a second trainer of the same model
             _run_on_rows(mixer)
     layers = [module for module in model.modules() if any(child in mixers for child in module.children())]
     classes = {type(layer): _lending_class(type(layer)) for layer in layers if not hasattr(layer, LENDS_FOR)}
@@ -71,13 +71,13 @@ def _take_back(backbone: Any, args: Any, outputs: Any) -> None:
 
 def _run_on_rows(mixer: Any) -> None:
     """Replace the forward of `mixer`."""
-    # None for the class's forward: then a deep copy of the mixer calls its own
-    instance_forward = vars(mixer).get("forward")
+    # In the mixer, so that a deep copy has its own. None for the class's forward
+    vars(mixer)[_OWN_FORWARD] = vars(mixer).get("forward")
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         layout = kwargs.pop(LAYOUT_ARGUMENT, None)
         layout = vars(self).get(_LENT_LAYOUT) if layout is None else layout
-        run = partial(type(self).forward, self) if instance_forward is None else instance_forward
+        run = vars(self)[_OWN_FORWARD] or partial(type(self).forward, self)
         if layout is None:
             mask = kwargs.get("attention_mask")
             if mask is not None and mask.shape == (1, 1, 1, 1):  # that of a packed row
@@ -86,7 +86,6 @@ def _run_on_rows(mixer: Any) -> None:
         return _run_mixer(self, run, layout, args, kwargs)
 
     mixer.forward = types.MethodType(forward, mixer)
-    vars(mixer)[_RUNS_ON_ROWS] = True
 
 
 def _lending_class(layer_class: Any) -> Any:

@@ -39,6 +39,10 @@ _NOT_BY_ROW = {"use_cache", "output_router_logits", "return_dict", "output_atten
 _KNOWN_ATTENTION = ("sdpa", "eager", "flex_attention")
 
 
+def has_other_ranks() -> bool:
+    return torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1
+
+
 class Packing:
     """The packing of one model's batches.
 
@@ -172,7 +176,7 @@ class Packing:
             self._warn_once(f"Prompts of {type(model).__name__} are not shared: {self.unshared_reason}.")
 
     def _check_images(self, model: Any, inputs: dict[str, Any], batch: "HostBatch") -> None:
-        """Run the first batch with images packed and padded, and turn off packing with images if they differ.
+        """Run the first batch whose images can be packed both ways, and turn off packing with images if they differ.
 
         Ranks do not exchange the result, because which batches are packed is decided for each batch of each rank.
         """
@@ -181,12 +185,19 @@ class Packing:
         layout: Layout | str
         if isinstance(images, str) or batch.padded_reason is not None:
             layout = batch.padded_reason or str(images)
+            # A reason of this batch, which says nothing of the model. Ranks must run equally many forwards, so with
+            # others it stands for all batches
+            if not has_other_ranks():
+                self.images_checked = False
+                return
         else:
             inputs = images.with_twin(inputs, batch.real_BS, text_id(model.config))
             unscored_BS = torch.full_like(inputs["input_ids"], -100)
             batch = HostBatch.of(inputs["input_ids"], inputs.get("attention_mask"), unscored_BS)
             try:
                 layout = _layout_with_images(model, inputs, batch, shares, shares and self._rebases)
+            except torch.OutOfMemoryError:
+                raise
             except Exception as error:  # of the model's code that computes positions
                 layout = f"on the first batch with images, packing fails: {error}"
         self.images_reason = image_difference(model, inputs, layout)

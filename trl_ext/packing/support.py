@@ -89,6 +89,8 @@ def padded_reason(model: Any) -> str | None:
     adapters = getattr(model, "peft_config", None) or {}
     if any(getattr(adapter, "alora_invocation_tokens", None) for adapter in adapters.values()):
         return "an aLoRA adapter starts at a position that PEFT counts from the end of a padded row"
+    if has_batch_norm(text_backbone_of(model)):
+        return "the model normalises over the tokens of a batch, with padding"
     if trains_expert_modules(model):
         return "the model's experts are separate modules, and in TRL one that only gets padding has a gradient of 0"
     known = _MASKABLE | (_WITHOUT_MIXER if mixers else set())
@@ -101,6 +103,11 @@ def padded_reason(model: Any) -> str | None:
     if is_bidirectional or not getattr(config, "is_causal", True):
         return "the model's attention is not causal"
     return None
+
+
+def has_batch_norm(model: nn.Module) -> bool:
+    kinds = nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d | nn.SyncBatchNorm
+    return any(isinstance(module, kinds) for module in model.modules())
 
 
 def can_rebase(model: Any) -> bool:

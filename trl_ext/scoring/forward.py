@@ -26,7 +26,7 @@ from ..heads.sampling_mask import SamplingMask
 from ..packing.attention import index_select_fp32_grad, run_packed
 from ..packing.hooks import attached_functions
 from ..packing.layout import Layout
-from ..packing.packing import Packing
+from ..packing.packing import Packing, has_other_ranks
 from ..packing.randomness import (
     Randomness,
     may_keep_outputs,
@@ -241,7 +241,7 @@ class ScoringForward:
         """Return how the batch is packed, or None: then it stays padded."""
         randomness = self._randomness_of_pass(model)
         packs = randomness is None or randomness.of_tokens  # other draws depend on the shape of the batch
-        if not packs and not _has_other_ranks():
+        if not packs and not has_other_ranks():
             return None
         # Other ranks may have no such hook, and would wait for this rank in the check of the first batch
         return self.packing.layout(model, args, kwargs, labels, share=randomness is None, pack=packs)
@@ -444,7 +444,7 @@ class ScoringForward:
         Raises:
             `RuntimeError`: they differ, and the model's code does not run without its backbone.
         """
-        randomness = None if _has_other_ranks() else randomness_without_hooks(model)
+        randomness = None if has_other_ranks() else randomness_without_hooks(model)
         if randomness is not None:  # one more forward would change the user's draws
             logger.warning(
                 f"The log-probs of {self.model_class} were not compared with its own logits: {randomness.reason}."
@@ -531,10 +531,6 @@ def _classes_of(sampling_mask: tuple[Tensor, Tensor], tokens: _PaddedTokens | _P
     ids_BK, counts_BC = (x.to(tokens.targets_N.device) for x in sampling_mask)
     numbers_BC = tokens.numbers()[:, -counts_BC.size(1) :]
     return SamplingMask.of_rows(ids_BK, counts_BC, numbers_BC, len(tokens.targets_N))
-
-
-def _has_other_ranks() -> bool:
-    return torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1
 
 
 def _are_same(functions: list[Any], others: list[Any]) -> bool:
