@@ -51,7 +51,15 @@ _DEFINED_IN = {
 def __getattr__(name: str) -> Any:
     if name not in _DEFINED_IN:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = globals()[name] = getattr(import_module(_DEFINED_IN[name], __name__), name)
+    try:
+        module = import_module(_DEFINED_IN[name], __name__)
+    except ModuleNotFoundError as error:
+        if error.name != "trl":
+            raise
+        raise ImportError(
+            "trl_ext's trainers need TRL. Run `pip install 'trl>=1.15,<2'`. `trl_ext.core` works without it."
+        ) from error
+    value = globals()[name] = getattr(module, name)
     return value
 
 

@@ -1,0 +1,252 @@
+"""`trl_ext.core` scores as the model's own logits do. Its loops train as stock TRL does, where TRL is not installed."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import trl
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+from accelerate.utils import set_seed
+from datasets import Dataset
+from peft import LoraConfig, get_peft_model
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
+
+from trl_ext import core
+
+ROOT = Path(__file__).parents[2]
+MODEL = ROOT / "examples" / "demo" / "model"
+PAIRS = ROOT / "examples" / "demo" / "data" / "dpo" / "train.jsonl"
+# Runs a script where an import of trl raises an error
+WITHOUT_TRL = """
+import runpy, sys
+
+class NoTRL:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == "trl":
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, NoTRL())
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+assert not any(name.partition(".")[0] == "trl" for name in sys.modules)
+"""
+
+
+def tiny(**changes: Any) -> Any:
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    config = LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, **changes)
+    return AutoModelForCausalLM.from_config(config)
+
+
+def batch() -> dict[str, Tensor]:
+    """Return two prompts with three completions each, and padding on both sides."""
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(3, 97, (6, 14), generator=generator)
+    ids[:3, :7], ids[3:, :7] = ids[0, :7], ids[3, :7]
+    mask = torch.ones_like(ids)
+    mask[:3, :2] = 0
+    mask[1, 10:] = mask[5, 12:] = 0
+    labels = ids.masked_fill(mask == 0, -100)
+    labels[:, :7] = -100
+    return {"input_ids": ids, "attention_mask": mask, "labels": labels}
+
+
+def by_definition(model: Any, inputs: dict[str, Tensor]) -> Tensor:
+    """Return log-probs of the labels, `(B, S - 1)`, from each row's own logits."""
+    log_probs = torch.zeros(inputs["labels"].shape, dtype=torch.float64)
+    for row, (ids, mask, labels) in enumerate(zip(*inputs.values(), strict=True)):
+        places = mask.nonzero()[:, 0]
+        log_p = model(ids[places][None]).logits[0].double().log_softmax(-1)
+        for number, place in enumerate(places[1:].tolist()):
+            if labels[place] != -100:
+                log_probs[row, place] = log_p[number, labels[place]]
+    return log_probs[:, 1:]
+
+
+def count_tokens(model: nn.Module) -> list[int]:
+    """Return a list to which each forward adds the tokens at the input embeddings."""
+    counted: list[int] = []
+    model.get_input_embeddings().register_forward_hook(lambda _, args, output: counted.append(args[0].numel()))  # type: ignore[operator]
+    return counted
+
+
+@pytest.mark.parametrize("kind", ["plain", "LoRA", "LoRA off", "prepared"])
+def test_scores_are_those_of_the_models_logits(kind: str) -> None:
+    model = tiny()
+    inputs = batch()
+    if kind.startswith("LoRA"):
+        model = get_peft_model(model, LoraConfig(target_modules="all-linear", init_lora_weights=False))
+    within = model.disable_adapter() if kind == "LoRA off" else torch.enable_grad()
+    with within:
+        expected = by_definition(model, inputs)
+        core.attach(model, outputs=("entropy",))
+        core.attach(model, outputs=("entropy",))
+        scored_model = Accelerator(cpu=True).prepare(model) if kind == "prepared" else model
+        tokens = count_tokens(model)
+        scores = core.score(scored_model, **inputs)
+    assert scores.log_probs is not None
+    assert scores.entropy is not None
+    assert (scores.log_probs - expected).abs().max() <= 1e-5
+    assert torch.equal(scores.label_mask, inputs["labels"][:, 1:] != -100)
+    assert torch.equal(scores.entropy != 0, scores.label_mask)
+    assert tokens[-1] < int(inputs["attention_mask"].sum())  # a prompt is computed once
+    assert scores.log_probs.requires_grad == (kind != "LoRA off")
+    assert core.score(scored_model, **inputs, outputs=("is_top1",)).entropy is None
+
+
+def test_mistakes_are_errors_before_a_pass() -> None:
+    model, inputs = tiny(), batch()
+    with pytest.raises(ValueError, match=re.escape("LlamaForCausalLM has no scoring forward. Call `attach(model)`")):
+        core.score(model, **inputs)
+    with pytest.raises(ValueError, match=re.escape("Unknown option 'share_prompt'. Choose from: ")):
+        core.attach(model, share_prompt=False)
+    with pytest.raises(ValueError, match=re.escape("Unknown `outputs` 'entropies'. Choose from: log_probs, entropy")):
+        core.attach(model, outputs=("entropies",))
+    core.attach(model, temperature=0.5)
+    with pytest.raises(ValueError, match=re.escape("`attach` was called on this model with other options: ")):
+        core.attach(model, temperature=0.7)
+    with pytest.raises(ValueError, match=re.escape("Unknown `outputs` 'logits'.")):
+        core.score(model, **inputs, outputs=("logits",))
+    shapes = "`labels` must have the shape of `input_ids`, (6, 14), got (6, 13)."
+    with pytest.raises(ValueError, match=re.escape(shapes)):
+        core.score(model, **{**inputs, "labels": inputs["labels"][:, 1:]})
+    model.forward = lambda **_: None
+    with pytest.raises(RuntimeError, match=re.escape("something replaced `model.forward` after `attach(model)`")):
+        core.score(model, **inputs)
+
+
+def test_mixed_precision_is_kept_or_refused() -> None:
+    """After `prepare`, the scoring forward would run outside of autocast without a word."""
+    AcceleratorState._reset_state()
+    try:
+        accelerator = Accelerator(cpu=True, mixed_precision="bf16")
+        prepared = accelerator.prepare(tiny())
+        with pytest.raises(RuntimeError, match=re.escape("Call `attach(model)` before `accelerator.prepare(model)`")):
+            core.attach(prepared)
+        model = tiny()
+        core.attach(model)
+        dtypes = []
+        model.model.layers[0].mlp.gate_proj.register_forward_hook(lambda _, args, output: dtypes.append(output.dtype))
+        core.score(accelerator.prepare(model), **batch())
+        assert set(dtypes) == {torch.bfloat16}
+    finally:
+        AcceleratorState._reset_state()
+
+
+def test_a_reference_scores_each_sequence_once(tmp_path: Path) -> None:
+    accelerator = Accelerator(cpu=True)
+    model = get_peft_model(tiny(), LoraConfig(target_modules="all-linear", init_lora_weights=False)).train()
+    inputs = batch()
+    with model.disable_adapter():
+        expected = by_definition(model, inputs)
+    reference = core.Reference(model, accelerator, tmp_path, within=model.disable_adapter)
+    tokens = count_tokens(model)
+    first = reference.log_probs(**inputs)
+    passes = len(tokens)
+    second = reference.log_probs(**{name: x.flip(0) for name, x in inputs.items()})
+    assert len(tokens) == passes
+    assert (first - expected).abs().max() <= 1e-5
+    assert torch.equal(second, first.flip(0))
+    assert not first.requires_grad
+    assert model.training
+    reference.flush()
+    # A later run scores four stored sequences, then reads the others
+    later = core.Reference(model, accelerator, tmp_path, within=model.disable_adapter)
+    assert torch.equal(later.log_probs(**inputs), first)
+    assert len(tokens) == passes + 1
+    # Other weights are another reference
+    with torch.no_grad():
+        model.get_base_model().lm_head.weight.mul_(2)
+    changed = core.Reference(model, accelerator, tmp_path, within=model.disable_adapter)
+    assert (changed.log_probs(**inputs) - first).abs().max() > 0.1
+    with pytest.raises(ValueError, match=re.escape("`labels` must be `input_ids` or -100, not shifted.")):
+        reference.log_probs(**{**inputs, "labels": inputs["labels"].roll(-1, dims=1)})
+
+
+def test_rows_without_a_gradient_are_found() -> None:
+    advantages = torch.tensor([0.0, 1.0, -1.0, 0.5])
+    mask = torch.tensor([[1, 1], [1, 0], [0, 0], [0, 1]])
+    assert core.rows_with_gradient(advantages, mask).tolist() == [False, True, False, True]
+
+
+def run_without_trl(script: str, *arguments: str, ranks: int = 1) -> list[float]:
+    """Run an example; return the list that it prints last."""
+    launch = ["-m", "torch.distributed.run", "--nproc_per_node", str(ranks), "--standalone", "--no-python"]
+    command = [sys.executable, *launch, sys.executable] if ranks > 1 else [sys.executable]
+    command += ["-W", "ignore", "-c", WITHOUT_TRL, str(ROOT / "examples" / script), *arguments]
+    environment = os.environ | {
+        "ACCELERATE_USE_CPU": "true",
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(ROOT),
+        "HF_HUB_OFFLINE": "1",
+    }
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=ROOT, env=environment)
+    assert done.returncode == 0, done.stderr[-4000:]
+    printed: list[float] = json.loads(done.stdout.strip().splitlines()[-1])
+    return printed
+
+
+def stock_losses(tmp_path: Path, batch_size: int, steps: int) -> list[float]:
+    set_seed(0)
+    model = AutoModelForCausalLM.from_pretrained(MODEL)
+    model = get_peft_model(model, LoraConfig(target_modules="all-linear", task_type="CAUSAL_LM"))
+    config = trl.DPOConfig(
+        output_dir=str(tmp_path),
+        use_cpu=True,
+        bf16=False,
+        per_device_train_batch_size=batch_size,
+        max_steps=steps,
+        learning_rate=1e-3,
+        beta=0.1,
+        lr_scheduler_type="constant",
+        weight_decay=0.0,
+        max_grad_norm=1.0,
+        gradient_checkpointing=False,
+        train_sampling_strategy="sequential",
+        logging_steps=1,
+        report_to="none",
+        save_strategy="no",
+        disable_tqdm=True,
+    )
+    pairs = [json.loads(line) for line in PAIRS.read_text().splitlines()]
+    trainer = trl.DPOTrainer(
+        model,
+        args=config,
+        train_dataset=Dataset.from_list(pairs[: batch_size * steps]),
+        processing_class=AutoTokenizer.from_pretrained(MODEL),
+    )
+    trainer.train()
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_dpo_loop_trains_as_stock_trl(ranks: int, tmp_path: Path) -> None:
+    arguments = ("--batch_size", str(4 // ranks), "--steps", "4")
+    losses = run_without_trl("loop_dpo.py", *arguments, ranks=ranks)
+    assert losses == pytest.approx(stock_losses(tmp_path, 4, 4), abs=1e-5)
+    assert len({round(loss, 4) for loss in losses}) > 2  # it trains
+
+
+def test_the_grpo_loop_runs_without_trl() -> None:
+    rewards = run_without_trl("loop_grpo.py", "--steps", "2")
+    assert len(rewards) == 2
+
+
+def test_the_trainers_say_that_they_need_trl(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("from trl_ext import DPOTrainer\n")
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_TRL, str(script)], capture_output=True, text=True, env=environment
+    )
+    assert done.returncode == 1
+    assert done.stderr.strip().splitlines()[-1].startswith("ImportError: trl_ext's trainers need TRL.")
