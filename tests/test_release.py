@@ -21,7 +21,9 @@ import trl_ext
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 README = (ROOT / "README.md").read_text()
-RANGES = dict(re.findall(r"([a-z]+)(\S*)", " ".join(PROJECT["project"]["dependencies"])))
+EXTRAS = PROJECT["project"]["optional-dependencies"]
+DEPENDENCIES = [*PROJECT["project"]["dependencies"], *EXTRAS["trl"]]
+RANGES = dict(re.findall(r"([a-z]+)(\S*)", " ".join(DEPENDENCIES)))
 
 
 def test_the_version_is_in_one_place():
@@ -40,15 +42,14 @@ def test_the_version_ranges_are_the_same_everywhere():
     from trl_ext.compat import SUPPORTED
 
     for name, versions in SUPPORTED.items():
-        (of_project,) = [x.removeprefix(name) for x in PROJECT["project"]["dependencies"] if re.match(rf"{name}\W", x)]
+        (of_project,) = [x.removeprefix(name) for x in DEPENDENCIES if re.match(rf"{name}\W", x)]
         assert {str(x) for x in versions} == set(of_project.split(","))
 
 
 def test_a_dependency_may_be_newer_than_the_tested_one_but_not_of_the_next_major_version():
     from trl_ext.compat import TESTED
 
-    optional = PROJECT["project"]["optional-dependencies"]["dev"]
-    requirements = {x.name: x.specifier for x in map(Requirement, [*PROJECT["project"]["dependencies"], *optional])}
+    requirements = {x.name: x.specifier for x in map(Requirement, [*DEPENDENCIES, *EXTRAS["dev"]])}
     for name, tested in TESTED.items():
         (first_untested,) = [Version(x.version) for x in tested if x.operator == "<"]
         assert str(first_untested) in requirements[name], f"{name}: users could not install {first_untested}"

@@ -68,7 +68,7 @@ def test_a_new_use_of_an_internal_is_noticed():
 def test_every_changed_name_is_listed(monkeypatch):
     monkeypatch.delattr("trl.trainer.dpo_trainer.create_model_from_path")
     monkeypatch.delattr("trl.DPOTrainer.compute_ref_log_probs")
-    monkeypatch.delattr("trl.trainer.utils.FusedCausalLMOutput")
+    monkeypatch.delattr("trl.trainer.utils.is_async_callable")
     monkeypatch.setattr("trl.trainer.grpo_trainer.shuffle_sequence_dict", lambda seq_dict, seed=0: seq_dict)
     monkeypatch.setitem(sys.modules, "trl.cli.accelerate_config", None)
     assert moved(LATER) == [
@@ -76,7 +76,7 @@ def test_every_changed_name_is_listed(monkeypatch):
         "`trl.trainer.dpo_trainer` has no `create_model_from_path`",
         "`trl.trainer.dpo_trainer.DPOTrainer` has no `compute_ref_log_probs`",
         "`trl.trainer.grpo_trainer.shuffle_sequence_dict` takes `(seq_dict, seed=...)` instead of `(seq_dict)`",
-        "`trl.trainer.utils` has no `FusedCausalLMOutput`",
+        "`trl.trainer.utils` has no `is_async_callable`",
     ]
 
 

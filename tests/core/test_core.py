@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
+from trl.trainer.utils import FusedCausalLMOutput
 
 from trl_ext import core
 
@@ -250,3 +252,8 @@ def test_the_trainers_say_that_they_need_trl(tmp_path: Path) -> None:
     )
     assert done.returncode == 1
     assert done.stderr.strip().splitlines()[-1].startswith("ImportError: trl_ext's trainers need TRL.")
+
+
+def test_the_output_has_each_field_of_trls() -> None:
+    ours, trls = ({field.name for field in fields(x)} for x in (core.FusedCausalLMOutput, FusedCausalLMOutput))
+    assert trls == ours - {"mean_log_probs"}
