@@ -141,7 +141,7 @@ dist-check: dist
 	python3 -m venv --without-pip .venv-dist
 	$(PIP_DIST) $(TORCH)
 	$(PIP_DIST) --index-url file://$(CURDIR)/dist/simple --no-deps trl_ext==$(VERSION)
-	$(PIP_DIST) --constraint constraints.txt trl_ext==$(VERSION)
+	$(PIP_DIST) --constraint constraints.txt 'trl_ext[trl]==$(VERSION)'
 	cd dist && ../.venv-dist/bin/python ../.ci/installed.py
 	cd dist && ../.venv-dist/bin/trl-ext doctor
 

@@ -86,7 +86,9 @@ class DPOTerms:
         exponentials = self._exponentials()
         if not exponentials:
             return LossTerms(self.of_trl, [], self.added_terms)
-        policy_2B = internals.completion_sums(self.trainer, loss_inputs.scores.log_probs, loss_inputs.batch).detach()
+        log_probs = loss_inputs.scores.log_probs
+        assert log_probs is not None
+        policy_2B = internals.completion_sums(self.trainer, log_probs, loss_inputs.batch).detach()
         reference_2B = self._reference_sums(loss_inputs)
         of_trl: Terms = []
         bounded: list[tuple[str, float, Tensor]] = []
@@ -148,9 +150,11 @@ class DPOTerms:
         self, terms: Terms, loss_inputs: LossInputs, rank_metrics: dict[str, list[float]] | None
     ) -> Tensor:
         completion_mask = loss_inputs.batch["completion_mask"]
+        log_probs = loss_inputs.scores.log_probs
+        assert log_probs is not None
         pairs = pairs_of(
             # Prompt tuning puts virtual tokens before those of the batch
-            loss_inputs.scores.log_probs[:, 1 - completion_mask.shape[1] :],
+            log_probs[:, 1 - completion_mask.shape[1] :],
             completion_mask,
             self._reference_sums(loss_inputs),
             tuple(loss_inputs.batch[name] for name in self.columns),
