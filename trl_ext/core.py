@@ -34,6 +34,7 @@ __all__ = ["FusedCausalLMOutput", "Reference", "attach", "rows_with_gradient", "
 
 _OUTPUTS = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1", "mean_log_probs")
 
+# Of models of transformers, and of what wraps them
 _attached: WeakKeyDictionary[nn.Module, ScoringForward] = WeakKeyDictionary()
 
 
@@ -255,9 +256,15 @@ def rows_with_gradient(advantages: Tensor, completion_mask: Tensor) -> Tensor:
 
 
 def _scoring_of(model: nn.Module) -> ScoringForward:
-    scoring = _attached.get(_causal_model_of(model))
+    scoring = _attached.get(model)
     if scoring is None:
-        raise ValueError(f"{type(model).__name__} has no scoring forward. Call `attach(model)` before it is prepared.")
+        scoring = _attached.get(_causal_model_of(model))
+        if scoring is None:
+            raise ValueError(
+                f"{type(model).__name__} has no scoring forward. Call `attach(model)` before "
+                "`accelerator.prepare(model)`."
+            )
+        _attached[model] = scoring  # to unwrap takes milliseconds
     return scoring
 
 
