@@ -125,8 +125,9 @@ def test_the_weights_of_some_runs_end_the_same(method: str, tmp_path: Path) -> N
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("mode", ["full", "lora"])
 @pytest.mark.parametrize("method", ["grpo", "dpo"])
 @pytest.mark.parametrize("processes", [2, 3])
 @pytest.mark.parametrize("engine", ["ddp", "fsdp2", "zero2", "zero3"])
-def test_the_weights_end_the_same(method: str, engine: str, processes: int, tmp_path: Path) -> None:
-    check(engine, NAMES[method], tmp_path, processes)
+def test_the_weights_end_the_same(mode: str, method: str, engine: str, processes: int, tmp_path: Path) -> None:
+    check(engine, [name for name in NAMES[method] if name.split("-")[1] == mode], tmp_path, processes)
