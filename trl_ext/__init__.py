@@ -3,7 +3,7 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from .version import __version__
+from .version import NEEDS_TRL, __version__
 
 if TYPE_CHECKING:
     from .config import DPOConfig, GRPOConfig, KTOConfig, RLOOConfig, SFTConfig
@@ -56,9 +56,7 @@ def __getattr__(name: str) -> Any:
     except ModuleNotFoundError as error:
         if error.name != "trl":
             raise
-        raise ImportError(
-            "trl_ext's trainers need TRL. Run `pip install 'trl>=1.15,<2'`. `trl_ext.core` works without it."
-        ) from error
+        raise ImportError(NEEDS_TRL) from error
     value = globals()[name] = getattr(module, name)
     return value
 

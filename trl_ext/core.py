@@ -8,34 +8,41 @@ scores = core.score(model, input_ids, attention_mask, labels)
 ```
 """
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import fields, replace
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import ReferenceType, WeakKeyDictionary, ref
 
 import torch
-from accelerate.utils import extract_model_from_parallel
 from torch import Tensor, nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from .distributed.ranks import Ranks
 from .distributed.shards import gathered_by_zero3
-from .packing.packing import padded_in
+from .heads.kernels.work import KERNELS
+from .heads.linear_log_probs import HEADS
+from .packing.packing import has_other_ranks, padded_in
 from .reference.canary import Canary, tolerance_of
 from .reference.store import DiskStore, MemoryStore
 from .reference.stored import StoredReference, Variants
-from .reference.weights import ReferenceWeights, identity_facts, identity_of, write_about
+from .reference.weights import ReferenceWeights, base_of, identity_facts, identity_of, uncompiled, write_about
 from .scoring.forward import ScoringForward, ScoringOptions, attach_scoring_forward
 from .scoring.output import FusedCausalLMOutput
 from .scoring.scorer import agree_on_packing
 
 __all__ = ["FusedCausalLMOutput", "Reference", "attach", "rows_with_gradient", "score"]
 
+_REPLACED = (
+    "The exact LM head did not score the model, because something replaced `model.forward` after `attach(model)`. Call "
+    "`attach` last, just before `accelerator.prepare`."
+)
 _OUTPUTS = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1", "mean_log_probs")
 
-# Of models of transformers, and of what wraps them
-_attached: WeakKeyDictionary[nn.Module, ScoringForward] = WeakKeyDictionary()
+# Of models of transformers, and of what wraps them. The model's `forward` holds the scoring forward, and it the model
+_attached: WeakKeyDictionary[nn.Module, ReferenceType[ScoringForward]] = WeakKeyDictionary()
 
 
 def attach(model: nn.Module, **options: Any) -> None:
@@ -54,20 +61,15 @@ def attach(model: nn.Module, **options: Any) -> None:
             `kernels` (`str`) are [`DPOConfig`]'s arguments about the head.
 
     Raises:
-        `ValueError`: an option is unknown, or the model has a scoring forward with other options.
+        `ValueError`: an option is unknown or out of range, or `attach` was called on the model with other options.
         `RuntimeError`: Accelerate has wrapped the model's forward, and the scoring forward would run outside of its
             mixed precision.
     """
-    known_options = {field.name for field in fields(ScoringOptions)}
-    unknown = sorted(options.keys() - known_options)
-    if unknown:
-        raise ValueError(f"Unknown option '{unknown[0]}'. Choose from: {', '.join(sorted(known_options))}.")
-    if "outputs" in options:
-        options["outputs"] = _with_log_probs(options["outputs"])
+    scoring_options = _options_of(options)
     causal_model = _causal_model_of(model)
-    scoring = _attached.get(causal_model)
+    scoring = _known(causal_model)
     if scoring is not None:
-        if replace(scoring.options, **options) != scoring.options:
+        if scoring.options != scoring_options:
             raise ValueError(
                 f"`attach` was called on this model with other options: {scoring.options}. Call it once for each model."
             )
@@ -77,7 +79,7 @@ def attach(model: nn.Module, **options: Any) -> None:
             "`accelerator.prepare` has wrapped this model's forward for mixed precision, and `attach` would take the "
             "scoring forward out of it. Call `attach(model)` before `accelerator.prepare(model)`."
         )
-    _attached[causal_model] = attach_scoring_forward(causal_model, ScoringOptions(**options))
+    _attached[causal_model] = ref(attach_scoring_forward(causal_model, scoring_options))
 
 
 def score(
@@ -127,30 +129,36 @@ def score(
         **inputs,
     )
     if not scoring.was_called:
-        raise RuntimeError(
-            "The exact LM head did not score the model, because something replaced `model.forward` after "
-            "`attach(model)`. Call `attach` last, just before `accelerator.prepare`."
-        )
-    agree_on_packing([scoring.packing])
+        raise RuntimeError(_REPLACED)
+    if has_other_ranks():
+        agree_on_packing([scoring.packing])
+    # Prompt tuning puts virtual tokens before those of the batch
+    width = input_ids.shape[1] - 1
+    for name, field in output.items():
+        if isinstance(field, Tensor) and field.ndim == 2:
+            output[name] = field[:, field.shape[1] - width :]
     return output
 
 
 class Reference:
     """Log-probs of a model that does not change: each sequence is scored once.
 
-    Build it before `accelerator.prepare(model)`, on every rank.
+    Build it before `accelerator.prepare(model)`, on every rank. A model whose log-probs differ between passes, because
+    it draws at random or its positions depend on the batch, is run in each call.
 
     Args:
-        model (`PreTrainedModel` or `PeftModel`): the reference. [`attach`] is called if it was not.
+        model (`PreTrainedModel` or `PeftModel`):
+            The reference. [`attach`] is called if it was not: pass the policy's `temperature` in `options` then.
         accelerator (`Accelerator`): whose ranks share what each of them has scored.
         folder (`str` or `Path`, *optional*):
             Keeps log-probs on disk, for later runs with the same model, code and versions. Four stored sequences are
             scored again first, and the folder is not used if they differ. None keeps them in memory.
         within (`Callable`, *optional*):
             Returns a context in which `model` is the reference: `model.disable_adapter`, for a LoRA policy.
+        options: those of [`attach`].
 
     Raises:
-        `ValueError`: `folder` is given, and Accelerate shards the model.
+        `ValueError`: `folder` is given, and Accelerate shards the model, or a later run could not recognise it.
     """
 
     def __init__(
@@ -159,13 +167,21 @@ class Reference:
         accelerator: Any,
         folder: str | Path | None = None,
         within: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        **options: Any,
     ) -> None:
-        if _causal_model_of(model) not in _attached:
-            attach(model)
-        self._model = model
+        if options or _known(_causal_model_of(model)) is None:
+            attach(model, **options)
+        self._model = _unwrapped(model)
         self._within = within
         self._ranks = Ranks()
         self._ranks.accelerator = accelerator
+        self._first_state: list[Any] | None = None  # of the weights, in the first pass
+        with _in_evaluation(self._model), within():
+            weights = ReferenceWeights.of_model(self._model)
+            rope = weights.rope_of_batch()
+            self._varies = weights.randomness(in_training=False)
+        if rope:
+            self._varies = f'its positions (`rope_type="{rope}"`) depend on the longest sequence of each batch'
         variants = None if folder is None else self._variants(Path(folder))
         self._stored = StoredReference(
             MemoryStore(),
@@ -182,28 +198,39 @@ class Reference:
 
         Raises:
             `ValueError`: a label is not the token at its position.
+            `RuntimeError`: weights or active adapters of the reference have changed since its first pass.
         """
         is_labelled = labels != -100
         if not torch.equal(labels[is_labelled], input_ids[is_labelled]):
             raise ValueError("`labels` must be `input_ids` or -100, not shifted.")
         batch = {"input_ids": input_ids, "attention_mask": attention_mask, "completion_mask": is_labelled.long()}
-        return self._stored(batch, self._run).log_probs
+        return self._run(batch) if self._varies else self._stored(batch, self._run).log_probs
 
     def flush(self) -> None:
         """Write new entries to `folder`. Call it at the end of training; it also happens every 30 seconds."""
         self._stored.store.flush()
 
     def _run(self, batch: dict[str, Any]) -> Tensor:
-        was_training = self._model.training
-        self._model.eval()
         labels = batch["input_ids"].masked_fill(batch["completion_mask"] == 0, -100)
-        try:
-            with torch.no_grad(), self._within():
-                scores = score(self._model, batch["input_ids"], batch["attention_mask"], labels, outputs=("log_probs",))
-        finally:
-            self._model.train(was_training)
+        with torch.no_grad(), _in_evaluation(self._model), self._within():
+            self._check_unchanged()
+            scores = score(self._model, batch["input_ids"], batch["attention_mask"], labels, outputs=("log_probs",))
         assert scores.log_probs is not None
         return scores.log_probs
+
+    def _check_unchanged(self) -> None:
+        """Raise `RuntimeError` if torch has counted a write to the reference's weights, or other adapters are on."""
+        if self._ranks.is_sharded:  # gathering writes too
+            return
+        weights = ReferenceWeights.of_model(self._model)
+        state: list[Any] = [weights.adapters, *((name, x._version) for name, x in weights.tensors())]
+        if self._first_state is None:
+            self._first_state = state
+        if state != self._first_state:
+            raise RuntimeError(
+                "The reference has changed since its first pass: its weights were trained, or other adapters are on. "
+                "Give `Reference` a model that is not trained, or, for a LoRA policy, `within=model.disable_adapter`."
+            )
 
     def _variants(self, folder: Path) -> Variants:
         accelerator = self._ranks.accelerator
@@ -212,8 +239,11 @@ class Reference:
                 "`folder` is not supported with FSDP or DeepSpeed. Leave it out, to keep log-probs in memory."
             )
         packing = _scoring_of(self._model).packing
-        with self._within():
+        with _in_evaluation(self._model), self._within():
             weights = ReferenceWeights.of_model(self._model)
+            reason = self._varies or weights.uncacheable_reason()
+            if reason is not None:
+                raise ValueError(f"`folder` cannot keep this reference: {reason}. Leave it out.")
             facts = identity_facts(
                 weights.hash(gathered_by_zero3),
                 weights.config,
@@ -255,27 +285,79 @@ def rows_with_gradient(advantages: Tensor, completion_mask: Tensor) -> Tensor:
     return (advantages != 0) & (completion_mask != 0).any(dim=1)
 
 
-def _scoring_of(model: nn.Module) -> ScoringForward:
-    scoring = _attached.get(model)
-    if scoring is None:
-        scoring = _attached.get(_causal_model_of(model))
-        if scoring is None:
-            raise ValueError(
-                f"{type(model).__name__} has no scoring forward. Call `attach(model)` before "
-                "`accelerator.prepare(model)`."
-            )
-        _attached[model] = scoring  # to unwrap takes milliseconds
-    return scoring
-
-
-def _causal_model_of(model: Any) -> Any:
-    """Return the model of transformers inside the wrappers of engines, `torch.compile` and PEFT."""
-    inner = extract_model_from_parallel(model, recursive=True)
-    return inner.get_base_model() if hasattr(inner, "get_base_model") else inner
+def _options_of(options: dict[str, Any]) -> ScoringOptions:
+    known = sorted(field.name for field in fields(ScoringOptions))
+    unknown = sorted(options.keys() - {*known})
+    if unknown:
+        raise ValueError(f"Unknown option '{unknown[0]}'. Choose from: {', '.join(known)}.")
+    if "outputs" in options:
+        options = {**options, "outputs": _with_log_probs(options["outputs"])}
+    chosen = ScoringOptions(**options)
+    for name, value, choices in (("head", chosen.head, HEADS), ("kernels", chosen.kernels, (None, *KERNELS))):
+        if value not in choices:
+            raise ValueError(f"Unknown `{name}` {value!r}. Choose from: {', '.join(map(repr, choices))}.")
+    if chosen.temperature <= 0:
+        raise ValueError(f"`temperature` must be positive, got {chosen.temperature}.")
+    if chosen.chunk_size is not None and chosen.chunk_size < 1:
+        raise ValueError(f"`chunk_size` must be at least 1, got {chosen.chunk_size}.")
+    return chosen
 
 
 def _with_log_probs(outputs: tuple[str, ...]) -> tuple[str, ...]:
+    if isinstance(outputs, str):
+        raise ValueError(f"`outputs` must be a tuple of names, got {outputs!r}. Write ({outputs!r},).")
     unknown = [name for name in outputs if name not in _OUTPUTS]
     if unknown:
         raise ValueError(f"Unknown `outputs` '{unknown[0]}'. Choose from: {', '.join(_OUTPUTS)}.")
     return tuple(dict.fromkeys(("log_probs", *outputs)))
+
+
+def _known(model: nn.Module) -> ScoringForward | None:
+    reference = _attached.get(model)
+    return None if reference is None else reference()
+
+
+def _scoring_of(model: nn.Module) -> ScoringForward:
+    scoring = _known(model)
+    if scoring is None:
+        causal_model = _causal_model_of(model)
+        scoring = _known(causal_model)
+        if scoring is None and causal_model in _attached:
+            raise RuntimeError(_REPLACED)
+        if scoring is None:
+            raise ValueError(
+                f"{type(causal_model).__name__} has no scoring forward. Call `attach(model)` before "
+                "`accelerator.prepare(model)`."
+            )
+        _attached[model] = ref(scoring)
+    return scoring
+
+
+def _unwrapped(model: Any) -> Any:
+    """Return the model inside the wrappers of engines and of `torch.compile`, which is still in that of PEFT."""
+    deepspeed = sys.modules.get("deepspeed")
+    engines = () if deepspeed is None else (deepspeed.DeepSpeedEngine,)
+    while True:
+        inner = uncompiled(model)
+        if isinstance(inner, (DistributedDataParallel, DataParallel, *engines)):
+            inner = inner.module
+        if inner is model:
+            return model
+        model = inner
+
+
+def _causal_model_of(model: Any) -> Any:
+    """Return the model of transformers inside all wrappers."""
+    return uncompiled(base_of(_unwrapped(model)))
+
+
+@contextmanager
+def _in_evaluation(model: nn.Module) -> Iterator[None]:
+    """Put the model into evaluation mode in the `with` block, and each module back into its own mode."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode

@@ -1,5 +1,6 @@
 """`trl_ext.core` scores as the model's own logits do. Its loops train as stock TRL does, where TRL is not installed."""
 
+import gc
 import json
 import os
 import re
@@ -8,6 +9,7 @@ import sys
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
+from weakref import ref
 
 import pytest
 import torch
@@ -16,7 +18,7 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from accelerate.utils import set_seed
 from datasets import Dataset
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 from trl.trainer.utils import FusedCausalLMOutput
@@ -105,8 +107,85 @@ def test_scores_are_those_of_the_models_logits(kind: str) -> None:
     assert core.score(scored_model, **inputs, outputs=("is_top1",)).entropy is None
 
 
+@pytest.mark.parametrize("lora", [False, True])
+def test_gradients_are_those_of_the_padded_batch(lora: bool) -> None:
+    gradients = []
+    for padding_free in (True, False):
+        model = tiny()
+        if lora:
+            torch.manual_seed(1)
+            model = get_peft_model(model, LoraConfig(target_modules="all-linear", init_lora_weights=False))
+        core.attach(model, temperature=0.7, padding_free=padding_free)
+        scores = core.score(model, **batch())
+        assert scores.log_probs is not None
+        (scores.log_probs * torch.linspace(-1, 1, scores.log_probs.numel()).view_as(scores.log_probs)).sum().backward()
+        gradients.append({name: x.grad for name, x in model.named_parameters() if x.grad is not None})
+    packed, padded = gradients
+    assert packed.keys() == padded.keys()
+    assert all((packed[name] - padded[name]).abs().max() <= 1e-5 for name in padded)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # torch's, while it compiles
+def test_a_compiled_model_is_found_in_its_wrapper() -> None:
+    model, inputs = tiny(), batch()
+    expected = by_definition(model, inputs)
+    core.attach(model)
+    compiled = torch.compile(model, backend="eager")
+    scores = core.score(compiled, **inputs)
+    assert scores.log_probs is not None
+    assert (scores.log_probs - expected).abs().max() <= 1e-5
+
+
+def test_a_users_wrapper_of_a_module_stays() -> None:
+    class Scaled(nn.Module):
+        def __init__(self, module: nn.Module) -> None:
+            super().__init__()
+            self.module = module
+
+        def forward(self, hidden: Tensor) -> Tensor:
+            scaled: Tensor = 2 * self.module(hidden)
+            return scaled
+
+    model, inputs = tiny(), batch()
+    model.model.layers[0].mlp = Scaled(model.model.layers[0].mlp)
+    expected = by_definition(model, inputs)
+    core.attach(model)
+    scores = core.score(model, **inputs)
+    assert scores.log_probs is not None
+    assert (scores.log_probs - expected).abs().max() <= 1e-5
+    assert isinstance(model.model.layers[0].mlp, Scaled)
+
+
+def test_virtual_tokens_of_prompt_tuning_have_no_columns() -> None:
+    model = get_peft_model(tiny(), PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=5))
+    core.attach(model)
+    inputs = batch()
+    scores = core.score(model, **inputs)
+    assert scores.log_probs is not None
+    assert torch.equal(scores.log_probs != 0, inputs["labels"][:, 1:] != -100)
+
+
+def test_a_model_is_freed() -> None:
+    model = tiny()
+    core.attach(model)
+    core.score(model, **batch())
+    freed = ref(model)
+    del model
+    gc.collect()
+    assert freed() is None
+
+
 def test_mistakes_are_errors_before_a_pass() -> None:
     model, inputs = tiny(), batch()
+    for options, words in (
+        ({"head": "Dense"}, "Unknown `head` 'Dense'. Choose from: 'tiled', 'dense'."),
+        ({"kernels": "cuda"}, "Unknown `kernels` 'cuda'. Choose from: None, 'torch', 'triton'."),
+        ({"temperature": 0.0}, "`temperature` must be positive, got 0.0."),
+        ({"chunk_size": 0}, "`chunk_size` must be at least 1, got 0."),
+        ({"outputs": "entropy"}, "`outputs` must be a tuple of names, got 'entropy'."),
+    ):
+        with pytest.raises(ValueError, match=re.escape(words)):
+            core.attach(model, **options)
     with pytest.raises(ValueError, match=re.escape("LlamaForCausalLM has no scoring forward. Call `attach(model)`")):
         core.score(model, **inputs)
     with pytest.raises(ValueError, match=re.escape("Unknown option 'share_prompt'. Choose from: ")):
@@ -114,8 +193,9 @@ def test_mistakes_are_errors_before_a_pass() -> None:
     with pytest.raises(ValueError, match=re.escape("Unknown `outputs` 'entropies'. Choose from: log_probs, entropy")):
         core.attach(model, outputs=("entropies",))
     core.attach(model, temperature=0.5)
-    with pytest.raises(ValueError, match=re.escape("`attach` was called on this model with other options: ")):
-        core.attach(model, temperature=0.7)
+    for options in ({"temperature": 0.7}, {}):
+        with pytest.raises(ValueError, match=re.escape("`attach` was called on this model with other options: ")):
+            core.attach(model, **options)
     with pytest.raises(ValueError, match=re.escape("Unknown `outputs` 'logits'.")):
         core.score(model, **inputs, outputs=("logits",))
     shapes = "`labels` must have the shape of `input_ids`, (6, 14), got (6, 13)."
@@ -146,10 +226,14 @@ def test_mixed_precision_is_kept_or_refused() -> None:
 
 def test_a_reference_scores_each_sequence_once(tmp_path: Path) -> None:
     accelerator = Accelerator(cpu=True)
-    model = get_peft_model(tiny(), LoraConfig(target_modules="all-linear", init_lora_weights=False)).train()
+    model = get_peft_model(tiny(), LoraConfig(target_modules="all-linear", init_lora_weights=False, lora_dropout=0.5))
+    model.base_model.model.model.layers[0].eval()  # each module has its own mode
+    modes = [module.training for module in model.modules()]
     inputs = batch()
     with model.disable_adapter():
-        expected = by_definition(model, inputs)
+        expected = by_definition(model.eval(), inputs)
+    for module, mode in zip(model.modules(), modes, strict=True):
+        module.training = mode
     reference = core.Reference(model, accelerator, tmp_path, within=model.disable_adapter)
     tokens = count_tokens(model)
     first = reference.log_probs(**inputs)
@@ -159,7 +243,7 @@ def test_a_reference_scores_each_sequence_once(tmp_path: Path) -> None:
     assert (first - expected).abs().max() <= 1e-5
     assert torch.equal(second, first.flip(0))
     assert not first.requires_grad
-    assert model.training
+    assert [module.training for module in model.modules()] == modes
     reference.flush()
     # A later run scores four stored sequences, then reads the others
     later = core.Reference(model, accelerator, tmp_path, within=model.disable_adapter)
@@ -172,6 +256,38 @@ def test_a_reference_scores_each_sequence_once(tmp_path: Path) -> None:
     assert (changed.log_probs(**inputs) - first).abs().max() > 0.1
     with pytest.raises(ValueError, match=re.escape("`labels` must be `input_ids` or -100, not shifted.")):
         reference.log_probs(**{**inputs, "labels": inputs["labels"].roll(-1, dims=1)})
+
+
+@pytest.mark.parametrize("change", ["trained", "other adapter"])
+def test_a_reference_that_changes_is_an_error(change: str) -> None:
+    model, inputs = tiny(), batch()
+    if change == "other adapter":
+        config = LoraConfig(target_modules="all-linear", init_lora_weights=False)
+        model = get_peft_model(model, config)
+        model.add_adapter("other", config)
+    reference = core.Reference(model, Accelerator(cpu=True))
+    reference.log_probs(**{name: x[:3] for name, x in inputs.items()})
+    if change == "trained":
+        with torch.no_grad():
+            model.lm_head.weight.add_(1.0)
+    else:
+        model.set_adapter("other")
+    with pytest.raises(RuntimeError, match="The reference has changed since its first pass"):
+        reference.log_probs(**{name: x[3:] for name, x in inputs.items()})
+
+
+def test_a_reference_whose_values_depend_on_the_batch_runs_in_each_call(tmp_path: Path) -> None:
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+    model = tiny(rope_parameters=rope, max_position_embeddings=8).eval()
+    inputs = batch()
+    reference = core.Reference(model, Accelerator(cpu=True))
+    tokens = count_tokens(model)
+    reference.log_probs(**inputs)
+    passes = len(tokens)
+    reference.log_probs(**inputs)
+    assert len(tokens) > passes
+    with pytest.raises(ValueError, match="`folder` cannot keep this reference: its positions"):
+        core.Reference(model, Accelerator(cpu=True), tmp_path)
 
 
 def test_rows_without_a_gradient_are_found() -> None:
@@ -245,13 +361,17 @@ def test_the_grpo_loop_runs_without_trl() -> None:
 
 def test_the_trainers_say_that_they_need_trl(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
-    script.write_text("from trl_ext import DPOTrainer\n")
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [sys.executable, "-c", WITHOUT_TRL, str(script)], capture_output=True, text=True, env=environment
-    )
-    assert done.returncode == 1
-    assert done.stderr.strip().splitlines()[-1].startswith("ImportError: trl_ext's trainers need TRL.")
+    for code, words in (
+        ("from trl_ext import DPOTrainer", "ImportError: "),
+        ("from trl_ext.cli.__main__ import main; sys.exit(main(['dpo', '--help']))", "trl-ext dpo: error: "),
+    ):
+        script.write_text(f"import sys\n{code}\n")
+        command = [sys.executable, "-c", WITHOUT_TRL, str(script)]
+        done = subprocess.run(command, capture_output=True, text=True, env=environment)
+        assert done.returncode != 0
+        said = done.stderr.strip().splitlines()[-1]
+        assert said.startswith(f"{words}trl_ext's trainers need TRL. Run `pip install 'trl_ext[trl]'`.")
 
 
 def test_the_output_has_each_field_of_trls() -> None:

@@ -7,7 +7,7 @@ import sys
 import warnings
 
 from ..checks.names import did_you_mean
-from ..version import __version__
+from ..version import NEEDS_TRL, __version__
 from . import CommandError, ReportedError, TrainingStoppedError, one_line, wrapped
 from .commands import COMMANDS, HELP, Command, Process, Train
 
@@ -51,6 +51,9 @@ def main(argv: list[str] | None = None) -> int:
     except Exception as error:
         if process.shows_traceback:
             raise
+        cause = error.__cause__ or error
+        if isinstance(cause, ModuleNotFoundError) and cause.name == "trl":
+            error = CommandError(NEEDS_TRL)
         _print_error(error, "trl-ext" if command is None else f"trl-ext {command.name}")
         return 2
 

@@ -61,7 +61,7 @@ def _required() -> list[tuple[str, str, bool]]:
         return [("packages", "trl_ext has no metadata and no pyproject.toml. Run `pip install .`.", False)]
     rows = []
     for requirement in map(Requirement, requirements):
-        if requirement.marker is not None and not requirement.marker.evaluate():
+        if requirement.marker is not None and not requirement.marker.evaluate({"extra": "trl"}):
             continue
         installed_version = _version(requirement.name)
         is_fine = installed_version is not None and requirement.specifier.contains(installed_version, prereleases=True)
@@ -81,7 +81,10 @@ def _requirements() -> list[str] | None:
         return requires("trl_ext") or []
     except PackageNotFoundError:
         project = Path(__file__).parents[2] / "pyproject.toml"
-        return tomllib.loads(project.read_text())["project"]["dependencies"] if project.exists() else None
+        if not project.exists():
+            return None
+        stated = tomllib.loads(project.read_text())["project"]
+        return [*stated["dependencies"], *stated["optional-dependencies"]["trl"]]
 
 
 def _version(name: str) -> str | None:

@@ -122,7 +122,7 @@ class ReferenceWeights:
 
     def uncacheable_reason(self) -> str | None:
         """Return why this reference cannot be identified, or None."""
-        away = next((name for name, tensor in self._tensors() if tensor.is_meta), None)
+        away = next((name for name, tensor in self.tensors() if tensor.is_meta), None)
         if away:
             return f"its weights are not all in memory (`{away}` is on the meta device), so they cannot be hashed"
         try:
@@ -160,11 +160,11 @@ class ReferenceWeights:
         If tensors are sharded, every rank must call it. `gathered(parameter)` gathers a parameter that ZeRO-3
         partitions. Unless `is_hashed`, this rank only takes part in gathering.
         """
-        return _hash(list(self._tensors()), gathered, is_hashed)
+        return _hash(list(self.tensors()), gathered, is_hashed)
 
     def in_memory(self, gathered: Gathered, is_hashed: bool = True) -> dict[str, str]:
         """Return hashes of state that is in no checkpoint or configuration: buffers, and [`states_of`] the modules."""
-        buffers = _hash(list(self._tensors(saved=False)), gathered, is_hashed)
+        buffers = _hash(list(self.tensors(saved=False)), gathered, is_hashed)
         return {"buffers": buffers, "modules": identity_of(self._states_in_memory()) if is_hashed else ""}
 
     def _states_in_memory(self) -> dict[str, Any]:
@@ -180,7 +180,8 @@ class ReferenceWeights:
         wrappers |= {f"wrapper {name}": x for name, x in self.model.named_modules() if x not in of_base}
         return states_of(self.base.config, modules, wrappers, tensor_names)
 
-    def _tensors(self, saved: bool = True) -> Iterator[tuple[str, Tensor]]:
+    def tensors(self, saved: bool = True) -> Iterator[tuple[str, Tensor]]:
+        """Yield name and tensor of each part of the reference: of a checkpoint, or what no checkpoint has."""
         for prefix, part in [("", self.base), *(("prompt_encoder.", encoder) for encoder in self._encoders())]:
             # `keep_vars`, because ZeRO-3's attributes are on the parameter
             tensors = part.state_dict(keep_vars=True)
