@@ -336,10 +336,11 @@ def _scoring_of(model: nn.Module) -> ScoringForward:
 def _unwrapped(model: Any) -> Any:
     """Return the model inside the wrappers of engines and of `torch.compile`, which is still in that of PEFT."""
     deepspeed = sys.modules.get("deepspeed")
-    engines = () if deepspeed is None else (deepspeed.DeepSpeedEngine,)
+    wrappers: tuple[Any, ...] = (DistributedDataParallel, DataParallel)
+    wrappers += () if deepspeed is None else (deepspeed.DeepSpeedEngine,)
     while True:
         inner = uncompiled(model)
-        if isinstance(inner, (DistributedDataParallel, DataParallel, *engines)):
+        if isinstance(inner, wrappers):
             inner = inner.module
         if inner is model:
             return model
