@@ -54,7 +54,7 @@ def with_images(trainers: Trainers) -> Trainers:
 
 def run(library: Any, name: str, case: Case, workshop: Workshop) -> tuple[Record, int]:
     """Train `case`. Return the record, and the patches that entered the tower in forwards with a gradient."""
-    folder = workshop.root / f"{name}-0"
+    folder = workshop.root / f"{name}-with-images-0"
     if not folder.exists():
         fresh(CONFIGS[name]()).save_pretrained(folder)
         processor().save_pretrained(folder)
@@ -71,7 +71,7 @@ def run(library: Any, name: str, case: Case, workshop: Workshop) -> tuple[Record
 
     # A recurrence multiplies rounding errors
     precise = {"model_init_kwargs": {"dtype": torch.float64}} if name == "qwen3_5" else {}
-    case = replace(case, model=name, config={**case.config, **precise})
+    case = replace(case, model=f"{name}-with-images", config={**case.config, **precise})
     record = train(case, with_images(Trainers.of(library)), workshop, prepare=count_patches)
     return record, sum(patches)
 
