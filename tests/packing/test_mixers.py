@@ -53,6 +53,26 @@ def test_the_first_batch_notices_a_state_that_is_carried_over(
     assert "another row" in reasons[1] or "hidden states differ" in reasons[1]
 
 
+@pytest.mark.parametrize("name", HYBRID)
+def test_a_token_changes_no_bit_of_another_row(name: str) -> None:
+    model = build(name).eval()
+    attach(model)
+    batch = EXAMPLES["grpo"]()
+    is_scored = batch.labels != -100
+    row = next(number for number in range(1, len(is_scored)) if is_scored[number].sum() > 1)
+    changed_ids = batch.input_ids.clone()
+    last = int(is_scored[row].nonzero()[-1])
+    changed_ids[row, last] = 3 + (changed_ids[row, last] + 5) % 90
+    before, after = (
+        see(model, replace(batch, input_ids=ids, labels=torch.where(is_scored, ids, -100)), grad=False)
+        for ids in (batch.input_ids, changed_ids)
+    )
+    assert before.fed < batch.input_ids.numel()
+    others = [number for number in range(len(is_scored)) if number != row]
+    assert torch.equal(after.fields["log_probs"][others], before.fields["log_probs"][others])
+    assert not torch.equal(after.fields["log_probs"][row], before.fields["log_probs"][row])
+
+
 def test_a_mixer_that_reads_padding_stays_padded() -> None:
     """In TRL, RecurrentGemma's state takes in the padding before a row."""
     config = t.RecurrentGemmaConfig(
