@@ -398,3 +398,10 @@ def test_dropout_of_lora_is_drawn_for_each_token() -> None:
         means.append((draws.mean(0), draws.std(0) / 300**0.5))
     (ours, error), (padded, other) = means
     assert float(((ours - padded).abs() / (error**2 + other**2).sqrt().clamp(min=1e-6)).max()) < 5
+
+
+def test_a_decoder_with_batch_statistics_stays_padded() -> None:
+    """Padding is part of the statistics."""
+    model = build("llama")
+    model.model.layers[0].mlp.norm = torch.nn.BatchNorm1d(4)
+    assert attach(model).packing.padded_reason == "the model normalises over the tokens of a batch, with padding"

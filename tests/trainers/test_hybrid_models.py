@@ -29,6 +29,7 @@ ADAPTED = {
 }
 CASES = {
     "sft": Case("sft", "sft"),
+    "sft-lora": Case("sft", "sft", "lora"),
     "dpo": Case("dpo", "dpo"),
     "dpo-lora": Case("dpo", "dpo", "lora"),
     "kto": Case("kto", "kto"),
