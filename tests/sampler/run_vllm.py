@@ -22,7 +22,7 @@ from peft import LoraConfig
 from transformers import AutoModelForCausalLM
 
 import trl_ext
-from trl_ext.compat.choices import VLLMGeneration
+from trl_ext.compat.vllm import VLLMGeneration
 from trl_ext.compat.replaced import names_replaced
 from trl_ext.sampler.engine import EngineGeneration
 
