@@ -60,6 +60,7 @@ FEATURES = {
             _TRAINERS: "create_model_from_path hash_module",
             _CLASSES: "_precompute_ref_logps _precompute_engine",
             "trl.models": "prepare_deepspeed",
+            "accelerate.accelerator:*": "_models",
             "trl.trainer.utils": "disable_dropout_in_model",
             "transformers.dynamic_module_utils": "*",
             "transformers.masking_utils": "*",
@@ -140,6 +141,14 @@ FEATURES = {
             "_load_from_checkpoint _load_best_model _load_optimizer_and_scheduler"
         ),
     ),
+    "check of checkpointing": Feature(
+        "does not check whether DDP supports the kind of gradient checkpointing",
+        {"transformers.modeling_layers:*": "*"},
+    ),
+    "evaluation before training": Feature(
+        "evaluates before training as TRL does",
+        {"accelerate.accelerator": "*", "accelerate.accelerator:*": "_models"},
+    ),
     "best metric": Feature(
         "chooses the best checkpoint as TRL does",
         {_TRAINER: "_determine_best_metric _report_to_hp_search"},
@@ -173,6 +182,7 @@ FEATURES = {
         {
             "transformers.integrations.tensor_parallel": "*",
             "transformers.modeling_utils:PreTrainedModel": "_tp_size",
+            _TRAINERS: "gather gather_object",
             _TRAINER: "get_tp_size get_total_train_batch_size",
         },
         methods="get_tp_size get_total_train_batch_size",
@@ -183,6 +193,7 @@ FEATURES = {
         {
             "accelerate.accelerator:Accelerator": "_prepare_cp _prepare_deepspeed deepspeed_ulysses_dl_adapter",
             "transformers.modeling_utils": "ALL_ATTENTION_FUNCTIONS",
+            _TRAINERS: "gather gather_object",
             _TRAINER: "_prepare_context_parallel_inputs floating_point_ops get_sp_size",
         },
         methods="_prepare_context_parallel_inputs floating_point_ops get_sp_size",
@@ -193,6 +204,7 @@ FEATURES = {
         {
             "trl.cli.*": "*",
             "trl.scripts.*": "*",
+            "trl.trainer.*_config:*": "_VALID_DICT_FIELDS",
             "accelerate.commands.*": "*",
             "accelerate.utils.fsdp_utils": "*",
             "transformers.integrations.integration_utils": "*",

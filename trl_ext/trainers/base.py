@@ -556,8 +556,10 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
         self._seen_in_policy.clear()
         self._agree()
         self._follow_changes()
-        check_evaluation(self, detect_engine(self.accelerator, self.model))
-        with wrapped_in_training(self):
+        are_trls = self._features.why_off("evaluation before training") is not None
+        if not are_trls:
+            check_evaluation(self, detect_engine(self.accelerator, self.model))
+        with nullcontext() if are_trls else wrapped_in_training(self):
             output = super().evaluation_loop(*positional, **keywords)
         # `eval_NAME` if there are several sets
         self._evaluated = keywords.get("metric_key_prefix", positional[4] if len(positional) > 4 else "eval")
