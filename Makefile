@@ -8,7 +8,7 @@ TRL_1_15 := .venv-trl-1.15/bin/python
 TORCH_NEWEST := .venv-torch-newest/bin/python
 PYTEST := $(PYTHON) -m pytest -n 2
 
-.PHONY: demo demo-check demo-short smoke t test test-all fuzz same-bits test-part test-torch-newest test-nightly test-sampler lint types bench bench-training bench-passes bench-packing bench-balance bench-curves bench-plan bench-gpu bench-gpu-head bench-gpu-training bench-report docs dist dist-check wheels clean
+.PHONY: demo demo-check demo-short smoke t test test-all fuzz same-bits test-part test-torch-newest test-nightly test-sampler try-trl lint types bench bench-training bench-passes bench-packing bench-balance bench-curves bench-plan bench-gpu bench-gpu-head bench-gpu-training bench-report docs dist dist-check wheels clean
 
 # torch goes first, by its pin: any other order may fetch another build of it
 $(VENV_FOLDER)/installed: pyproject.toml constraints.txt
@@ -91,6 +91,21 @@ test-part: $(VENV)
 test-torch-newest: .venv-torch-newest/installed
 	$(TORCH_NEWEST) -m pytest -n 2 -m 'not slow and not nightly'
 
+# A release of TRL that is not pinned, in an environment beside, with all else as it is pinned. It prints what the release
+# changes, and runs a few trainings and renamed names on it: make try-trl VERSION=1.17.0
+try-trl: $(VENV) $(if $(VERSION),.venv-trl-$(VERSION)/installed)
+	$(if $(VERSION),,$(error Say which release of TRL: make try-trl VERSION=1.17.0))
+	.venv-trl-$(VERSION)/bin/python tests/support/try_trl.py \
+	    --pinned "$$($(PYTHON) -c 'from importlib.util import find_spec; print(*find_spec("trl").submodule_search_locations)')"
+
+.venv-trl-%/installed: pyproject.toml constraints.txt
+	@echo "Making .venv-trl-$* and installing into it; this takes some minutes"
+	python3 -m venv .venv-trl-$*
+	.venv-trl-$*/bin/python -m pip install --quiet $(TORCH)
+	grep -v '^trl==' constraints.txt > .venv-trl-$*/constraints.txt
+	.venv-trl-$*/bin/python -m pip install --quiet --constraint .venv-trl-$*/constraints.txt trl==$* --editable '.[dev]'
+	touch $@
+
 # GRPO beside a real vLLM on the CPU. Its environment has about 4 GB and is in the user's cache, named after its pins, so
 # that a machine makes it once
 PINS := tests/sampler/requirements.txt
@@ -131,7 +146,7 @@ dist: $(VENV)
 
 # What `pip install trl_ext` will do: from a package index in dist/simple, into an environment that trains a step with nothing
 # else. The wheel is built from the sdist, so the sdist is complete. --no-compile: compiling torch would take longest
-VERSION := $(shell sed -n 's/^__version__ = "\(.*\)"/\1/p' trl_ext/version.py)
+OWN_VERSION := $(shell sed -n 's/^__version__ = "\(.*\)"/\1/p' trl_ext/version.py)
 PIP_DIST := $(PYTHON) -m pip --python .venv-dist/bin/python install --quiet --no-compile
 dist-check: dist
 	rm -rf .venv-dist
@@ -140,8 +155,8 @@ dist-check: dist
 	cd dist/simple/trl-ext && for file in trl_ext*; do echo "<a href=\"$$file\">$$file</a>"; done > index.html
 	python3 -m venv --without-pip .venv-dist
 	$(PIP_DIST) $(TORCH)
-	$(PIP_DIST) --index-url file://$(CURDIR)/dist/simple --no-deps trl_ext==$(VERSION)
-	$(PIP_DIST) --constraint constraints.txt 'trl_ext[trl]==$(VERSION)'
+	$(PIP_DIST) --index-url file://$(CURDIR)/dist/simple --no-deps trl_ext==$(OWN_VERSION)
+	$(PIP_DIST) --constraint constraints.txt 'trl_ext[trl]==$(OWN_VERSION)'
 	cd dist && ../.venv-dist/bin/python ../.ci/installed.py
 	cd dist && ../.venv-dist/bin/trl-ext doctor
 
@@ -209,4 +224,4 @@ bench-report: $(VENV)
 	$(PYTHON) benchmarks/figures.py
 
 clean:
-	rm -rf .venv-dev .venv-dist .venv-docs .venv-torch-newest .venv-trl-1.15 .whl build dist runs site
+	rm -rf .venv-dev .venv-dist .venv-docs .venv-torch-newest .venv-trl-* .whl build dist runs site

@@ -22,7 +22,7 @@ LONG = [block for block in RUN if block not in SHORT]
 # Why a block is not run, and how many blocks may say so: a further one is a decision
 NOT_RUN = {
     "a piece of a script": 2,
-    "installs": 4,
+    "installs": 5,
     "needs several GPUs and a network; the same launches, of small models, are test_accelerate_configs.py's": 2,
     "needs vLLM": 2,
     "takes minutes, and its parts have tests of their own": 3,

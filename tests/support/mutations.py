@@ -38,7 +38,7 @@ SUPPORT = Path(__file__).parent
 ROOT = SUPPORT.parents[1]
 TRAINERS = ("sft", "dpo", "kto", "grpo", "rloo")
 # Versions that no release of trl_ext has been tested with
-LATER = {"trl": "1.17.0", "transformers": "5.99.0", "peft": "0.99.0", "accelerate": "1.99.0"}
+LATER = {"trl": "1.99.0", "transformers": "5.99.0", "peft": "0.99.0", "accelerate": "1.99.0"}
 SECONDS_PER_COPY = 500  # many, for machines that run other things too
 
 
@@ -236,6 +236,7 @@ _SAVED = {"save_strategy": "steps", "save_steps": 1, "save_total_limit": 1}
 _KL = {"beta": 0.1, "num_iterations": 2}
 _HALVES = {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 4}
 _MIXED = {"loss_type": ["sigmoid", "bco_pair", "sft"], "loss_weights": [0.8, 0.2, 1.0]}
+_OF_PAIRS = {"loss_type": ["robust", "hinge"], "loss_weights": [0.8, 0.2], "label_smoothing": 0.1}
 _BUDGET = {"max_tokens_per_micro_batch": 32}
 _EVALUATED = {"eval_strategy": "steps", "eval_steps": 1}
 
@@ -246,11 +247,9 @@ RUNS: dict[str, Run] = {
         _run("sft", "lora", gradient_checkpointing=True),
         _run("dpo"),
         _run("dpo-precompute", "lora", precompute_ref_log_probs=True, **_EVALUATED),
-        _run("dpo-adapter", "ref_adapter", gradient_checkpointing=True),
+        _run("dpo-adapter", "ref_adapter", gradient_checkpointing=True, **_MIXED),
         _run("dpo-experts", model="experts", f_divergence_type="js_divergence"),
-        _run(
-            "dpo-parts", "ref_model", gradient_accumulation_steps=2, ours={"max_tokens_per_micro_batch": 32}, **_MIXED
-        ),
+        _run("dpo-parts", "ref_model", gradient_accumulation_steps=2, ours=_BUDGET, **_OF_PAIRS),
         _run("dpo-resumed", "lora", steps=3, resumes_after=2, optim="adamw_torch", **_SAVED),
         _run("dpo-cdpo", "ref_model", is_ours=True, label_smoothing=0.1, ours={"loss_type": ["cdpo"]}),
         _run(
@@ -265,15 +264,9 @@ RUNS: dict[str, Run] = {
         _run("kto", "ref_model"),
         _run("kto-precompute", "lora", precompute_ref_log_probs=True),
         _run("grpo", "ref_model", steps=3, **_HALVES, **_KL),
-        _run("grpo-generation", "lora", rollout="generate", rewards=("half_dead",), **_KL),
-        _run(
-            "grpo-parts",
-            top_entropy_quantile=0.2,
-            entropy_coef=0.05,
-            num_iterations=2,
-            ours=_BUDGET,
-            **_HALVES,
-        ),
+        _run("grpo-generation", "lora", rollout="generate", rewards=("half_dead",), entropy_coef=0.05, **_KL),
+        _run("grpo-quantile", top_entropy_quantile=0.2, num_iterations=2),
+        _run("grpo-parts", ours=_BUDGET, **_HALVES),
         _run(
             "grpo-resumed",
             is_ours=True,
@@ -506,7 +499,10 @@ def _command(name: str, job: dict[str, Any]) -> dict[str, Any]:
     words = [places.get(word, word) for word in COMMANDS[name].split()]
     output, errors = io.StringIO(), io.StringIO()
     with _lines() as lines, contextlib.redirect_stdout(output), contextlib.redirect_stderr(errors):
-        status = main(words)
+        try:
+            status = main(words)
+        except SystemExit as ended:  # of argparse, after `--help`
+            status = int(ended.code or 0)
     text = output.getvalue()
     print(name, status, text, errors.getvalue())
     today = Path(job["today"], f"{name}.txt")
