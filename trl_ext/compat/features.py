@@ -106,6 +106,11 @@ FEATURES = {
         methods="_set_signature_columns_if_needed",
         is_refused=True,
     ),
+    "sums of log-probs": Feature(
+        "cannot bound the exponential of a loss",
+        {_CLASSES: "compute_ref_log_probs"},
+        is_refused=True,
+    ),
     "router loss": Feature(
         "cannot add a router loss",
         {"transformers.models.mixtral.*": "*"},

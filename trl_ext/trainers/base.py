@@ -176,6 +176,8 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
         for feature, is_asked in asked.items():
             if is_asked:
                 self._features.require(feature)
+        if getattr(config, "precompute_ref_log_probs", False):
+            self._features.require("store", "cannot precompute reference log-probs")
 
     def _construct(self, positional: tuple[Any, ...], keywords: dict[str, Any]) -> None:
         """Run TRL's `__init__` between the checks of the arguments and those of the finished trainer."""

@@ -76,6 +76,8 @@ class DPOTrainer(ExactTrainer, trl.DPOTrainer):
         if self._dpo_terms.columns:
             self.data_collator = RewardCollator(self.data_collator)
         super()._ready(callbacks)
+        if self._dpo_terms.exponentials():
+            self._features.require("sums of log-probs")
         check_rows_are_left(self.train_dataset, self.args)
         tokens = len(self._tokenizer)
         for name, model in (("model", self.model), ("ref_model", self.ref_model)):

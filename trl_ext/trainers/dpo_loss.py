@@ -83,7 +83,7 @@ class DPOTerms:
         return [(name, weight) for name, weight in self._weights() if name not in PREFERENCE_LOSSES]
 
     def of(self, loss_inputs: LossInputs) -> LossTerms:
-        exponentials = self._exponentials()
+        exponentials = self.exponentials()
         if not exponentials:
             return LossTerms(self.of_trl, [], self.added_terms)
         log_probs = loss_inputs.scores.log_probs
@@ -112,7 +112,8 @@ class DPOTerms:
             added_terms += [(name, weight) for name, weight in self._weights() if name == "sft"]
         return added_terms
 
-    def _exponentials(self) -> dict[str, PairExponential]:
+    def exponentials(self) -> dict[str, PairExponential]:
+        """Return the terms of TRL's that may overflow."""
         trainer = self.trainer
         exponentials = {}
         for name, weight in self.of_trl:
