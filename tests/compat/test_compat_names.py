@@ -192,7 +192,7 @@ for trainer in ("DPOTrainer", "GRPOTrainer", "KTOTrainer"):
     assert done.stderr.count("is not tested with trl 1.17.0") == 1
     assert "internals that it uses, 3 have moved." in done.stderr
     assert done.stdout.splitlines() == [
-        "DPOTrainer dict_keys(['store'])",
+        "DPOTrainer dict_keys(['freeing the reference'])",
         f"`GRPOTrainer` of trl_ext {trl_ext.__version__} does not work with trl 1.17.0, because "
         "`trl.trainer.grpo_trainer.GRPOTrainer` has no `_buffered_inputs`. Run `pip install 'trl<1.17,>=1.15'`, or "
         "install a later trl_ext.",

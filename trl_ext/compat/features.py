@@ -57,17 +57,22 @@ FEATURES = {
     "store": Feature(
         "runs the reference in each step",
         {
-            _TRAINERS: "create_model_from_path hash_module",
             _CLASSES: "_precompute_ref_logps _precompute_engine",
             "trl.models": "prepare_deepspeed",
             "accelerate.accelerator:*": "_models",
-            "trl.trainer.utils": "disable_dropout_in_model",
             "transformers.dynamic_module_utils": "*",
             "transformers.masking_utils": "*",
             "transformers.modeling_utils": "ALL_ATTENTION_FUNCTIONS",
             "transformers.configuration_utils:*": "_experts_implementation _name_or_path",
         },
         methods="_precompute_ref_logps",
+    ),
+    "freeing the reference": Feature(
+        "keeps a reference model in memory once it has scored all data",
+        {
+            _TRAINERS: "create_model_from_path hash_module",
+            "trl.trainer.utils": "disable_dropout_in_model",
+        },
     ),
     "packing": Feature(
         "computes padding and repeated prompts",

@@ -95,7 +95,7 @@ class ReferenceSource:
 
     def recorded_loads(self, trainer_class: type) -> dict[str, Any]:
         """Return replacements for names in TRL's module, which record each model that TRL loads, with its loader."""
-        if self.host._features.why_off("store") is not None:
+        if self.host._features.why_off("freeing the reference") is not None:
             return {}
         return internals.recorded_loads(trainer_class, self.loaded)
 
