@@ -57,8 +57,7 @@ FEATURES = {
     "store": Feature(
         "runs the reference in each step",
         {
-            _CLASSES: "_precompute_ref_logps _precompute_engine",
-            "trl.models": "prepare_deepspeed",
+            _CLASSES: "_precompute_ref_logps",
             "accelerate.accelerator:*": "_models",
             "transformers.dynamic_module_utils": "*",
             "transformers.masking_utils": "*",
@@ -73,6 +72,15 @@ FEATURES = {
             _TRAINERS: "create_model_from_path hash_module",
             "trl.trainer.utils": "disable_dropout_in_model",
         },
+    ),
+    "precomputing under DeepSpeed": Feature(
+        "cannot precompute reference log-probs under DeepSpeed",
+        {_CLASSES: "_precompute_engine", "trl.models": "prepare_deepspeed"},
+        is_refused=True,
+    ),
+    "passes without checkpointing": Feature(
+        "leaves gradient checkpointing on in passes without a loss",
+        {"trl.models.utils": "disable_gradient_checkpointing"},
     ),
     "packing": Feature(
         "computes padding and repeated prompts",

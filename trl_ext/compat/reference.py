@@ -23,6 +23,7 @@ class ReferenceInternals(Protocol):
     aux_loss_enabled: bool
     is_deepspeed_enabled: bool
     _precompute_engine: Any
+    _features: Any  # ours
     _is_vision_dataset: bool
 
     def _remove_unused_columns(self, dataset: Dataset, description: str | None = None) -> Dataset: ...
@@ -47,6 +48,7 @@ def score_as_reference(
 def policy_before_training(trainer: ReferenceInternals) -> Any:
     if not trainer.is_deepspeed_enabled:
         return trainer.model
+    trainer._features.require("precomputing under DeepSpeed")
     from trl.models import prepare_deepspeed
 
     if trainer._precompute_engine is None:

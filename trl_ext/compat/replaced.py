@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from itertools import chain, repeat
 from typing import Any
@@ -79,10 +79,16 @@ def logged_times(metrics: dict[str, list[float]], times: int) -> Iterator[None]:
 @contextmanager
 def unrecorded_pass(trainer: Any) -> Iterator[None]:
     """Turn off gradients and gradient checkpointing in the `with` block, as TRL does for passes without a loss."""
+    with torch.no_grad(), _without_checkpointing(trainer):
+        yield
+
+
+def _without_checkpointing(trainer: Any) -> AbstractContextManager[None]:
+    if trainer._features.why_off("passes without checkpointing") is not None:
+        return nullcontext()
     from trl.models.utils import disable_gradient_checkpointing
 
-    with torch.no_grad(), disable_gradient_checkpointing(trainer.model, trainer.args.gradient_checkpointing_kwargs):
-        yield
+    return disable_gradient_checkpointing(trainer.model, trainer.args.gradient_checkpointing_kwargs)  # type: ignore[no-any-return]
 
 
 @contextmanager
