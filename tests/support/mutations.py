@@ -19,6 +19,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -58,6 +59,8 @@ class Mutation:
     """The trainer in whose module it is renamed. `None`: in all files."""
     libraries: tuple[str, ...] = ("trl",)
     """Where it is renamed. The version of the first one changes."""
+    runs: tuple[str, ...] | None = None
+    """The runs that may need it. `None`: all of the trainers in whose files it is."""
 
     @property
     def id(self) -> str:
@@ -91,6 +94,16 @@ def _of_trl(feature: str, names: str) -> list[Mutation]:
     return mutations
 
 
+_WITH_ADAPTER = (
+    "sft",
+    "dpo-precompute",
+    "dpo-adapter",
+    "dpo-resumed",
+    "dpo-smoothing",
+    "kto-precompute",
+    "grpo-generation",
+    "rloo",
+)
 _TRANSFORMERS, _PEFT, _ACCELERATE = ("transformers",), ("peft",), ("accelerate",)
 
 # The features that a trainer cannot do without: it may refuse to be built
@@ -131,10 +144,10 @@ MUTATIONS: dict[str, Mutation] = {
         Mutation("ReplicatedWithGradAllReduce", "engines", libraries=_TRANSFORMERS),
         Mutation("GradientCheckpointingLayer", "engines", libraries=("transformers", "peft")),
         Mutation("ALL_ATTENTION_FUNCTIONS", "engines", libraries=("transformers", "accelerate")),
-        Mutation("load_balancing_loss_func", "exact head", libraries=("transformers", "trl")),
+        Mutation("load_balancing_loss_func", "exact head", libraries=("transformers", "trl"), runs=("dpo-experts",)),
         Mutation("OptimizerNames", "checks", libraries=("transformers", "trl")),
-        Mutation("AuxiliaryTrainingWrapper", "packing", libraries=("peft", "transformers")),
-        Mutation("ALoraLinearVariant", "exact head", libraries=_PEFT),
+        Mutation("AuxiliaryTrainingWrapper", "packing", libraries=("peft", "transformers"), runs=_WITH_ADAPTER),
+        Mutation("ALoraLinearVariant", "packing", libraries=_PEFT, runs=_WITH_ADAPTER),
         Mutation("_set_sync_gradients", "balance", libraries=("accelerate", "transformers")),
         Mutation("_models", "engines", libraries=("accelerate", "transformers")),
     )
@@ -155,6 +168,12 @@ class Copy:
         if self.mutation is None or self.mutation.libraries[0] != "trl":
             return TRAINERS
         return tuple(x for x in TRAINERS if any(f"/{x}_" in path for path in self.changed_files))
+
+    def may_need(self, run: str) -> bool:
+        """Whether a run may need the name. All others must go on as before."""
+        assert self.mutation is not None
+        runs = self.mutation.runs
+        return RUNS[run].case.trainer in self.trainers if runs is None else run in runs
 
 
 def make_copy(folder: Path, mutation: Mutation | None, *, keeps_version: bool = False) -> Copy:
@@ -217,6 +236,7 @@ class Run:
 
     case: Case
     is_ours: bool = False  # TRL has no such option: the result is that of trl_ext with an unchanged TRL
+    ranks: int = 1  # processes
     resumes_after: int | None = None  # the step after which it stops, to go on from its checkpoint in another trainer
 
     @property
@@ -225,7 +245,7 @@ class Run:
 
 
 def _run(name: str, setup: str = "full", model: str = "tied", **options: Any) -> Run:
-    of_run = {key: options.pop(key) for key in ("is_ours", "resumes_after") if key in options}
+    of_run = {key: options.pop(key) for key in ("is_ours", "resumes_after", "ranks") if key in options}
     of_case = {key: options.pop(key) for key in ("steps", "rollout", "rewards", "ours") if key in options}
     trainer = name.partition("-")[0]
     rate = 0.05 if trainer in ("sft", "dpo", "kto") else 0.02
@@ -278,6 +298,8 @@ RUNS: dict[str, Run] = {
             **_SAVED,
         ),
         _run("rloo", "lora", rollout="generate", **_KL),
+        _run("dpo-ranks", ranks=2, gradient_accumulation_steps=2, per_device_train_batch_size=2),
+        _run("grpo-ranks", ranks=2, rewards=("half_dead",), **_HALVES),
     )
 }
 
@@ -344,8 +366,8 @@ def failures(copy: Copy, result: Result) -> list[str]:
             more = f"{name}: {run['tokens']} tokens instead of {run['tokens_today']}"
             if trainer not in warned:
                 wrong.append(f"{more}, without a line")
-            elif trainer not in copy.trainers or mutation is None or mutation.feature not in TOKENS:
-                wrong.append(f"{more}, which {mutation and mutation.feature} does not need")
+            elif not copy.may_need(name) or mutation is None or mutation.feature not in TOKENS:
+                wrong.append(f"{more}, for {mutation and mutation.feature}")
     return wrong
 
 
@@ -364,8 +386,8 @@ def _not_a_refusal(copy: Copy, name: str, run: dict[str, Any]) -> str | None:
         return f"no line with `{mutation.name}` and a version"
     if name in COMMANDS:
         return None
-    if trainer_of(name) not in copy.trainers:
-        return "an error of another trainer"
+    if not copy.may_need(name):
+        return "an error of a run that does not need the name"
     if mutation.feature not in NEEDED and not RUNS[name].has_own_options:
         return f"a trainer can train without {mutation.feature}"
     return None
@@ -391,12 +413,17 @@ def _in_child(job: dict[str, Any]) -> Result:
     # Each training looks packages up, which takes a quarter of the time of a tiny one
     importlib.metadata.metadata = functools.cache(importlib.metadata.metadata)
     result = Result()
+    of_ranks = [name for name in job["runs"] if RUNS[name].ranks > 1]
+    alone = [name for name in job["runs"] if name not in of_ranks]
+    # First, because a process that has trained alone cannot be a rank
+    for name in of_ranks:
+        result.runs[name] = _on_ranks(name, job)
     # Stock first: nothing of trl_ext is imported yet
-    stock = {name: _attempt(name, "trl", job) for name in job["runs"] if not RUNS[name].is_ours}
+    stock = {name: _attempt(name, "trl", job) for name in alone if not RUNS[name].is_ours}
     with _lines() as lines:
         _import_all(result)
     result.lines = lines
-    for name in job["runs"]:
+    for name in alone:
         result.runs[name] = _compared(name, _attempt(name, "trl_ext", job), stock.get(name), job)
     for name in job["commands"]:
         result.runs[name] = _command(name, job)
@@ -485,6 +512,41 @@ def _stop_after(step: int | None) -> Any:
     return Stop()
 
 
+def _on_ranks(name: str, job: dict[str, Any]) -> dict[str, Any]:
+    """Train on several processes, and return the outcome of the first one with what is wrong on any."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    ranks = range(RUNS[name].ranks)
+    outs = [Path(f"{job['out']}.{name}.{rank}") for rank in ranks]
+    children = {}
+    for rank in ranks:
+        child = os.fork()
+        if child == 0:
+            with contextlib.suppress(BaseException):
+                numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": len(ranks), "LOCAL_WORLD_SIZE": len(ranks)}
+                os.environ |= {key: str(number) for key, number in numbers.items()}
+                os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "ACCELERATE_USE_CPU": "true"}
+                signal.alarm(SECONDS_PER_COPY // 4)
+                stock = _attempt(name, "trl", job)
+                outcome = _compared(name, _attempt(name, "trl_ext", job), stock, job, rank)
+                outs[rank].write_text(json.dumps(outcome, default=str))
+            os._exit(0)
+        children[child] = rank
+    while children:
+        ended, _ = os.waitpid(-1, 0)
+        if not outs[children.pop(ended)].exists():  # the others would wait for it
+            for child in children:
+                os.kill(child, signal.SIGKILL)
+    found = [json.loads(out.read_text()) for out in outs if out.exists()]
+    if len(found) < len(ranks):
+        return {"error": "a rank ended, see the log", "error_type": "crash", "lines": [], "wrong": []}
+    failed = next((x for x in found if x["error"] or x["stock_error"]), found[0])
+    tokens = {key: sum(x[key] for x in found) for key in ("tokens", "tokens_today", "tokens_of_stock")}
+    lines = found[0]["lines"]
+    return {**failed, **tokens, "lines": lines, "wrong": [line for x in found for line in x["wrong"]]}
+
+
 def _command(name: str, job: dict[str, Any]) -> dict[str, Any]:
     """Run a command of `trl-ext` in this process, and return its outcome in the form of a training's."""
     from tiny import Workshop, preferences
@@ -519,12 +581,12 @@ def _command(name: str, job: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _compared(name: str, ours: Attempt, stock: Attempt | None, job: dict[str, Any]) -> dict[str, Any]:
+def _compared(name: str, ours: Attempt, stock: Attempt | None, job: dict[str, Any], rank: int = 0) -> dict[str, Any]:
     """Return the outcome of a run as JSON values. Without a file of how it ends today, write one."""
     import torch
 
     run = RUNS[name]
-    today = Path(job["today"], f"{name}.pt")
+    today = Path(job["today"], f"{name}.{rank}.pt")
     if not today.exists() and ours.record is not None:
         torch.save(ours.record, today.with_suffix(".new"))
         today.with_suffix(".new").rename(today)
@@ -546,16 +608,18 @@ def differences(run: Run, ours: Any, wanted: Any) -> list[str]:
     """Return a line for each loss, shared metric, gradient and weight that is not within 1e-5."""
     from training_comparison import TOLERANCE, metrics_differ, tensors_differ
 
-    for name in ("losses", "logs", "gradients"):
+    for name in ("logs", "gradients"):
         count, wanted_count = len(getattr(ours, name)), len(getattr(wanted, name))
         if count != wanted_count:
             return [f"{count} {name} instead of {wanted_count}"]
-    wrong = []
-    # Micro-batches may have other rows than those of stock TRL; their sum has the same
-    got, want = sum(ours.losses), sum(wanted.losses)
-    if not abs(got - want) <= TOLERANCE * max(abs(want), wanted.advantage):
-        wrong.append(f"loss {got!r} instead of {want!r}")
-    wrong += metrics_differ(run.case, ours, wanted, counts=False)
+    wrong = metrics_differ(run.case, ours, wanted, counts=False)
+    if run.ranks > 1:  # other metrics are means over micro-batches, between which rows move
+        wrong = [line for line in wrong if re.match(r"log \d+ (loss|grad_norm|reward):", line)]
+    else:
+        # Micro-batches may have other rows than those of stock TRL; their sum has the same
+        got, want = sum(ours.losses), sum(wanted.losses)
+        if not abs(got - want) <= TOLERANCE * max(abs(want), wanted.advantage):
+            wrong.append(f"loss {got!r} instead of {want!r}")
     for step, (got_gradients, want_gradients) in enumerate(zip(ours.gradients, wanted.gradients, strict=True)):
         wrong += tensors_differ(f"gradient of step {step}", got_gradients, want_gradients)
     return wrong + tensors_differ("weight update", ours.updates, wanted.updates)
