@@ -332,7 +332,7 @@ class GRPOConfig(AddedGRPOFields, trl.GRPOConfig):
     TRL's [`~trl.GRPOConfig`] with all its arguments and defaults, and the fields below.
     """
 
-    _VALID_DICT_FIELDS = trl.GRPOConfig._VALID_DICT_FIELDS + ["vllm_engine_args"]
+    _VALID_DICT_FIELDS = getattr(trl.GRPOConfig, "_VALID_DICT_FIELDS", []) + ["vllm_engine_args"]
 
     def __post_init__(self) -> None:
         with sequence_parallelism_hidden(self):

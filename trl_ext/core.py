@@ -110,14 +110,10 @@ def score(
         [`FusedCausalLMOutput`]: fields of shape `(B, S - 1)`, whose column t is about the token in column t + 1.
 
     Raises:
-        `ValueError`: shapes differ, an output is unknown, or `attach` was not called.
+        `ValueError`: a tensor is missing, empty or of another shape, an output is unknown, or `attach` was not called.
         `RuntimeError`: something replaced the model's forward after `attach`.
     """
-    for name, tensor in (("attention_mask", attention_mask), ("labels", labels)):
-        if tensor.shape != input_ids.shape:
-            raise ValueError(
-                f"`{name}` must have the shape of `input_ids`, {tuple(input_ids.shape)}, got {tuple(tensor.shape)}."
-            )
+    _check_batch(input_ids, attention_mask, labels)
     scoring = _scoring_of(model)
     scoring.was_called = False
     output: FusedCausalLMOutput = model(
@@ -158,7 +154,8 @@ class Reference:
         options: those of [`attach`].
 
     Raises:
-        `ValueError`: `folder` is given, and Accelerate shards the model, or a later run could not recognise it.
+        `ValueError`: `within` returns no context, or `folder` is given, and Accelerate shards the model, or a later run
+            could not recognise it.
     """
 
     def __init__(
@@ -172,6 +169,8 @@ class Reference:
         if options or _known(_causal_model_of(model)) is None:
             attach(model, **options)
         self._model = _unwrapped(model)
+        if not hasattr(within(), "__enter__"):
+            raise ValueError("`within` must return a context: pass `model.disable_adapter`, without calling it.")
         self._within = within
         self._ranks = Ranks()
         self._ranks.accelerator = accelerator
@@ -200,6 +199,7 @@ class Reference:
             `ValueError`: a label is not the token at its position.
             `RuntimeError`: weights or active adapters of the reference have changed since its first pass.
         """
+        _check_batch(input_ids, attention_mask, labels)
         is_labelled = labels != -100
         if not torch.equal(labels[is_labelled], input_ids[is_labelled]):
             raise ValueError("`labels` must be `input_ids` or -100, not shifted.")
@@ -310,6 +310,18 @@ def _with_log_probs(outputs: tuple[str, ...]) -> tuple[str, ...]:
     if unknown:
         raise ValueError(f"Unknown `outputs` '{unknown[0]}'. Choose from: {', '.join(_OUTPUTS)}.")
     return tuple(dict.fromkeys(("log_probs", *outputs)))
+
+
+def _check_batch(input_ids: Tensor, attention_mask: Tensor, labels: Tensor) -> None:
+    if input_ids.ndim != 2 or input_ids.shape[0] == 0 or input_ids.shape[1] < 2:
+        raise ValueError(f"`input_ids` must have rows of two tokens or more, got the shape {tuple(input_ids.shape)}.")
+    for name, tensor in (("attention_mask", attention_mask), ("labels", labels)):
+        if not isinstance(tensor, Tensor):
+            raise ValueError(f"`{name}` must be a tensor of the shape of `input_ids`, got {tensor!r}.")
+        if tensor.shape != input_ids.shape:
+            raise ValueError(
+                f"`{name}` must have the shape of `input_ids`, {tuple(input_ids.shape)}, got {tuple(tensor.shape)}."
+            )
 
 
 def _known(model: nn.Module) -> ScoringForward | None:

@@ -26,6 +26,7 @@ from trl_ext.cli.__main__ import main
 from trl_ext.cli.commands import COMMANDS
 from trl_ext.cli.doctor import is_shadowed_in
 from trl_ext.cli.training import build
+from trl_ext.compat.moved import Moved
 from trl_ext.config import AddedDPOFields, AddedGRPOFields, DPOConfig, GRPOConfig
 from trl_ext.fit import step as memory_step
 from trl_ext.fit.coverage import ENGINES
@@ -327,6 +328,18 @@ def test_doctor_says_what_is_there_and_what_is_wrong(capsys: pytest.CaptureFixtu
     monkeypatch.setattr(head_check, "_VALUES", 0.0)
     assert main(["doctor"]) == 1
     assert re.search(r"^  head +WRONG +The tiled LM head differs", capsys.readouterr().out, re.MULTILINE)
+
+
+def test_doctor_names_what_has_moved(capsys: pytest.CaptureFixture, monkeypatch):
+    names = [
+        Moved("trl.trainer.grpo_trainer", "shuffle_sequence_dict", "`trl.trainer.grpo_trainer` has no `shuffle_x`"),
+        Moved("trl.trainer.dpo_trainer:DPOTrainer", "beta", "`trl.trainer.dpo_trainer.DPOTrainer` has no `beta`"),
+    ]
+    monkeypatch.setattr("trl_ext.cli.doctor.MOVED", names)
+    assert main(["doctor"]) == 1
+    out = re.sub(r"\n {5,}", " ", capsys.readouterr().out)
+    assert re.search(r"^  trl +ok +`trl\.trainer\.grpo_trainer` has no `shuffle_x`\. Off: balance\.", out, re.MULTILINE)
+    assert re.search(r"^  trl +WRONG +`.*` has no `beta`\. Trainers that need it do not work\.", out, re.MULTILINE)
 
 
 def test_doctor_sees_a_folder_that_is_imported_in_place_of_the_package(tmp_path: Path, monkeypatch, capsys):

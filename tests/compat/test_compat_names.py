@@ -1,4 +1,4 @@
-"""All internals of libraries that trl_ext uses are listed. A later release works if it has them, else is refused."""
+"""All internals of libraries that trl_ext uses are listed. In a later release, what has moved turns a feature off."""
 
 import importlib
 import os
@@ -16,8 +16,10 @@ import trl_ext
 from compat_names import LIBRARIES, unlisted_private_names, used
 from later_trl import Change, environment_of, make_later_trl, run_python
 from trl_ext.compat import TESTED, check_deepspeed
-from trl_ext.compat.moved import NAMES, check_untested, moved
+from trl_ext.compat.features import FEATURES, features_of
+from trl_ext.compat.moved import NAMES, Moved, check_untested, moved
 
+GONE = Moved("trl.trainer.dpo_trainer", "y", "`trl.trainer.dpo_trainer` has no `y`")
 LATER = {"trl": "1.17.0", "transformers": version("transformers")}
 ROOT = Path(__file__).parents[2]
 
@@ -71,8 +73,8 @@ def test_every_changed_name_is_listed(monkeypatch):
     monkeypatch.delattr("trl.trainer.utils.is_async_callable")
     monkeypatch.setattr("trl.trainer.grpo_trainer.shuffle_sequence_dict", lambda seq_dict, seed=0: seq_dict)
     monkeypatch.setitem(sys.modules, "trl.cli.accelerate_config", None)
-    assert moved(LATER) == [
-        "`trl.cli.accelerate_config` is gone, and with it `resolve_accelerate_config_argument`",
+    assert [name.change for name in moved(LATER)] == [
+        "`trl.cli.accelerate_config`, which had `resolve_accelerate_config_argument`, is gone",
         "`trl.trainer.dpo_trainer` has no `create_model_from_path`",
         "`trl.trainer.dpo_trainer.DPOTrainer` has no `compute_ref_log_probs`",
         "`trl.trainer.grpo_trainer.shuffle_sequence_dict` takes `(seq_dict, seed=...)` instead of `(seq_dict)`",
@@ -87,7 +89,7 @@ def test_changed_names_of_the_other_libraries_are_listed(monkeypatch):
     # As if no source had a `self.name`
     monkeypatch.setattr("trl_ext.compat.moved.words_of", lambda module: frozenset())
     monkeypatch.delattr("torch.nn.modules.module._global_forward_hooks")
-    lines = moved(["accelerate", "peft", "torch"])
+    changes = [name.change for name in moved(["accelerate", "peft", "torch"])]
     assert {
         "`accelerate.accelerator` has no `._is_accelerate_prepared`",
         "`accelerate.accelerator.Accelerator` has no `_models`",
@@ -97,34 +99,38 @@ def test_changed_names_of_the_other_libraries_are_listed(monkeypatch):
         "`peft.utils.other` has no `TrainableTokensWrapper`",
         "`torch.nn.modules.module` has no `_global_forward_hooks`",
         '`torch.nn.parallel.distributed` has no `"_ddp_params_and_buffers_to_ignore"`',
-    } <= set(lines)
+    } <= set(changes)
 
 
 def test_an_untested_deepspeed_is_checked_where_it_runs(tmp_path: Path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     check_deepspeed()  # of the tested version: without a warning
     monkeypatch.setitem(TESTED, "deepspeed", SpecifierSet("<0.1"))
-    with pytest.warns(UserWarning, match=rf"is not tested with deepspeed {re.escape(version('deepspeed'))}; it is"):
+    with pytest.warns(UserWarning, match=rf"is not tested with deepspeed {re.escape(version('deepspeed'))} "):
         check_deepspeed()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "empty"))
     monkeypatch.delattr("deepspeed.runtime.sequence_parallel.parallel_state_sp._SEQUENCE_PARALLEL_GROUP")
-    with pytest.raises(ImportError, match=r"parallel_state_sp` has no `_SEQUENCE_PARALLEL_GROUP`$"):
+    said = r"does not train with deepspeed .*, because .*parallel_state_sp` has no `_SEQUENCE_PARALLEL_GROUP`\. Run"
+    with pytest.warns(UserWarning, match="1 has moved"), pytest.raises(ImportError, match=said):
         check_deepspeed()
 
 
-def test_a_passed_check_is_recorded(tmp_path: Path, monkeypatch):
+def test_a_check_is_recorded(tmp_path: Path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    tested = r"is not tested with trl 1\.17\.0; it is tested with trl<1\.17,>=1\.15 and"
-    with pytest.warns(UserWarning, match=tested) as warned:
-        check_untested(LATER, TESTED)
-    assert len(warned) == 1
+    with pytest.warns(UserWarning, match="is not tested") as warned:
+        assert check_untested(LATER, TESTED) == []
+    assert [str(x.message) for x in warned] == [
+        f"trl_ext {trl_ext.__version__} is not tested with trl 1.17.0 (tested: {TESTED['trl']}). Of the internals that "
+        "it uses, none has moved."
+    ]
     assert len(list((tmp_path / "trl_ext").iterdir())) == 1
-    monkeypatch.setattr("trl_ext.compat.moved.moved", lambda found: ["`trl.x` has no `y`"])
-    with pytest.warns(UserWarning, match="is not tested"):
-        check_untested(LATER, TESTED)
-    with pytest.raises(ImportError, match=r"does not work with trl 1\.17\.1, .*\n- `trl\.x` has no `y`$"):
-        check_untested({**LATER, "trl": "1.17.1"}, TESTED)
-    assert len(list((tmp_path / "trl_ext").iterdir())) == 1  # the check runs again
+    monkeypatch.setattr("trl_ext.compat.moved.moved", lambda found: [GONE])
+    with pytest.warns(UserWarning, match="none has moved"):
+        assert check_untested(LATER, TESTED) == []
+    for _ in range(2):
+        with pytest.warns(UserWarning, match=r"not tested with trl 1\.17\.1 .* 1 has moved\.$"):
+            assert check_untested({**LATER, "trl": "1.17.1"}, TESTED) == [GONE]
+    assert len(list((tmp_path / "trl_ext").iterdir())) == 2
 
 
 def test_a_missing_dependency_raises_its_own_error(tmp_path: Path, monkeypatch):
@@ -148,22 +154,12 @@ def test_an_unwritable_cache_folder_is_no_error(tmp_path: Path, monkeypatch):
         check_untested(LATER, TESTED)
 
 
-def test_an_error_names_trl_and_transformers_and_what_is_untested(monkeypatch):
-    monkeypatch.setattr("trl_ext.compat.moved.moved", lambda found: ["`peft.x` has no `y`"])
-    found = {"trl": "1.16.0", "transformers": version("transformers"), "peft": "0.99.0"}
-    said = (
-        r"does not work with peft 0\.99\.0, because .*\. Install trl<\S+ and transformers<\S+ and peft<\S+, or a later"
-    )
-    with pytest.raises(ImportError, match=said):
-        check_untested(found, TESTED)
-
-
 def test_a_later_transformers_is_checked_too_and_only_the_first_rank_warns(tmp_path: Path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    with pytest.warns(UserWarning, match=r"is not tested with transformers 5\.99\.0; it is tested with"):
+    with pytest.warns(UserWarning, match=r"is not tested with transformers 5\.99\.0 \("):
         check_untested({"trl": "1.16.0", "transformers": "5.99.0"}, TESTED)
     monkeypatch.setenv("RANK", "1")
-    check_untested(LATER, TESTED)
+    assert check_untested(LATER, TESTED) == []
 
 
 # The release still works without trl_ext
@@ -173,32 +169,46 @@ MOVES = [
     Change("trainer/grpo_trainer.py", r"\b_buffered_inputs\b", "_buffer"),
     Change(
         "trainer/grpo_trainer.py",
-        r"def _compute_loss\(self, model, inputs\)",
-        "def _compute_loss(self, model, inputs, scale=1)",
-    ),
-    Change(
-        "trainer/grpo_trainer.py",
         r"(?s)(def _calculate_rewards\(self, inputs.*?, )completion_ids_list\b",
         r"\1completion_ids",
     ),
 ]
 
 
-def test_a_later_trl_with_changed_names_is_one_error_that_lists_them(tmp_path: Path):
+def test_a_later_trl_with_changed_names_turns_features_off_or_stops_a_trainer(tmp_path: Path):
     make_later_trl(tmp_path, MOVES)
-    done = run_python("import trl_ext.compat", environment_of(tmp_path))
-    assert done.returncode == 1
-    said = done.stderr[done.stderr.index("ImportError: trl_ext ") :].splitlines()
-    assert re.search(r"does not work with trl 1\.17\.0, .*Install trl<1\.17,>=1\.15 and transformers", said[0])
-    assert said[1:] == [
-        "- `trl.trainer.dpo_trainer` has no `create_model_from_path`",
-        "- `trl.trainer.grpo_trainer.GRPOTrainer` has no `_buffered_inputs`",
-        "- `trl.trainer.grpo_trainer.GRPOTrainer._calculate_rewards` takes "
-        "`(self, inputs, prompts, completions, completion_ids)` instead of "
-        "`(self, inputs, prompts, completions, completion_ids_list)`",
-        "- `trl.trainer.grpo_trainer.GRPOTrainer._compute_loss` takes `(self, model, inputs, scale=...)` "
-        "instead of `(self, model, inputs)`",
+    code = """
+import trl_ext
+from trl_ext.compat.features import Features
+for trainer in ("DPOTrainer", "GRPOTrainer", "KTOTrainer"):
+    getattr(trl_ext, trainer)
+    try:
+        print(trainer, Features(trainer).off.keys())
+    except ImportError as error:
+        print(error)
+"""
+    done = run_python(code, environment_of(tmp_path))
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("is not tested with trl 1.17.0") == 1
+    assert "internals that it uses, 3 have moved." in done.stderr
+    assert done.stdout.splitlines() == [
+        "DPOTrainer dict_keys(['store'])",
+        f"`GRPOTrainer` of trl_ext {trl_ext.__version__} does not work with trl 1.17.0, because "
+        "`trl.trainer.grpo_trainer.GRPOTrainer` has no `_buffered_inputs`. Run `pip install 'trl<1.17,>=1.15'`, or "
+        "install a later trl_ext.",
+        "KTOTrainer dict_keys([])",
     ]
+
+
+def test_each_feature_has_a_name_and_each_name_a_place():
+    """A feature whose names nobody uses any more is left over."""
+    used_features = {
+        feature for place, names in NAMES.items() for name in names for feature in features_of(place, name)
+    }
+    assert used_features == {*FEATURES}
+    for needs in FEATURES.values():
+        for method in needs.methods.split():
+            assert hasattr(trl_ext.DPOTrainer, method) or hasattr(trl_ext.GRPOTrainer, method)
 
 
 @pytest.mark.slow

@@ -201,6 +201,16 @@ def test_mistakes_are_errors_before_a_pass() -> None:
     shapes = "`labels` must have the shape of `input_ids`, (6, 14), got (6, 13)."
     with pytest.raises(ValueError, match=re.escape(shapes)):
         core.score(model, **{**inputs, "labels": inputs["labels"][:, 1:]})
+    with pytest.raises(
+        ValueError, match=re.escape("`attention_mask` must be a tensor of the shape of `input_ids`, got None.")
+    ):
+        core.score(model, **{**inputs, "attention_mask": None})
+    with pytest.raises(
+        ValueError, match=re.escape("`input_ids` must have rows of two tokens or more, got the shape (0, 14).")
+    ):
+        core.score(model, **{name: x[:0] for name, x in inputs.items()})
+    with pytest.raises(ValueError, match=re.escape("`within` must return a context: pass `model.disable_adapter`")):
+        core.Reference(model, Accelerator(cpu=True), within=lambda: None)  # type: ignore[arg-type,return-value]
     model.forward = lambda **_: None
     with pytest.raises(RuntimeError, match=re.escape("something replaced `model.forward` after `attach(model)`")):
         core.score(model, **inputs)

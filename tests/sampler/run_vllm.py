@@ -22,8 +22,8 @@ from peft import LoraConfig
 from transformers import AutoModelForCausalLM
 
 import trl_ext
-from trl_ext.compat.choices import VLLMGeneration
 from trl_ext.compat.replaced import names_replaced
+from trl_ext.compat.vllm import VLLMGeneration
 from trl_ext.sampler.engine import EngineGeneration
 
 ENGINE = {"dtype": "float32", "max_num_seqs": 8, "max_num_batched_tokens": 256, "enforce_eager": True, "block_size": 32}

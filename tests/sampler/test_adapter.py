@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 from trl.distributed import DistributedBackend
 
 from tiny import Workshop, lora_config
-from trl_ext.compat.choices import VLLMGeneration
+from trl_ext.compat.vllm import VLLMGeneration
 from trl_ext.sampler.adapter import adapter_files, unsupported_adapter
 from trl_ext.sampler.engine import EngineGeneration
 

@@ -34,7 +34,18 @@ from trl_ext.compat.sampled import LIVE_ARGUMENTS, PASS
 PACKAGE = Path(trl_ext.__file__).parent
 WITH_CLASSES = ("trl", "transformers")  # our classes inherit from theirs
 LIBRARIES = (*WITH_CLASSES, "accelerate", "datasets", "deepspeed", "peft", "torch")
-TRAINERS = (trl.DPOTrainer, trl.GRPOTrainer)
+# The word that a file's name begins with -> the trainers that its objects belong to. All others belong to all
+TRAINERS: dict[str, tuple[Any, ...]] = {
+    "sft": (trl.SFTTrainer,),
+    "dpo": (trl.DPOTrainer,),
+    "kto": (trl.KTOTrainer,),
+    "grpo": (trl.GRPOTrainer,),
+    "rloo": (trl.RLOOTrainer,),
+    "sampled": (trl.GRPOTrainer, trl.RLOOTrainer),
+    "reference": (trl.DPOTrainer, trl.KTOTrainer, trl.GRPOTrainer, trl.RLOOTrainer),
+    "generation": (trl.GRPOTrainer, trl.RLOOTrainer),
+    "": (trl.SFTTrainer, trl.DPOTrainer, trl.KTOTrainer, trl.GRPOTrainer, trl.RLOOTrainer),
+}
 
 BATCH_ENTRIES: dict[type, tuple[str, ...]] = {
     trl.GRPOTrainer: ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "tool_mask", "pixel_values"),
@@ -83,6 +94,7 @@ INTERNALS = {
     "transformers.modeling_utils:PreTrainedModel": (
         '"_hf_peft_config_loaded" _is_stateful _supports_attention_backend _tp_size'
     ),
+    "trl.trainer.dpo_trainer:DPOTrainer": "compute_ref_log_probs",
     "trl.generation.vllm_generation:VLLMGeneration": "generate llm logprobs vllm_client",
 }
 
@@ -120,16 +132,16 @@ def used(classes: Iterable[type] = ()) -> tuple[Names, list[str]]:
     def add_of_class(cls: Any, name: str, parameters_count: bool, is_needed: bool = True) -> None:
         add(_definer(cls, name), name, parameters_count, is_needed)
 
-    for tree in map(_parsed, _files()):
+    for path in _files():
+        tree = _parsed(path)
         for module, name in _imported(tree):
             add(module, name, True)
         for cls, name in _called_on_classes(tree):
             add_of_class(cls, name, True)
         for name in _read_from_trainer(tree):
-            for trainer in TRAINERS:
-                add_of_class(
-                    trainer, name, name.startswith("_"), is_needed=False
-                )  # it may be ours, or the other trainer's
+            for trainer in TRAINERS.get(path.stem.partition("_")[0], TRAINERS[""]):
+                # It may be ours, or another trainer's
+                add_of_class(trainer, name, name.startswith("_"), is_needed=False)
     for trainer, replaceable in REPLACED.items():
         module = sys.modules[trainer.__module__]
         for name in replaceable:
@@ -148,7 +160,7 @@ def used(classes: Iterable[type] = ()) -> tuple[Names, list[str]]:
             add(trainer, f'"{entry}"', False)
     for place, internals in INTERNALS.items():
         for name in internals.split():
-            add(owner_at(place), name, not place.startswith("trl."))
+            add(owner_at(place), name, "vllm" not in place)
     return {owner: dict(sorted(names[owner].items())) for owner in sorted(names)}, sorted(set(nowhere))
 
 

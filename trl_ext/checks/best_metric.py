@@ -10,7 +10,6 @@ from types import CodeType, FunctionType
 from typing import Any
 
 from torch import nn
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ..compat.choices import METRICS
 from ..losses.loss_types import dpo_loss_type
@@ -61,6 +60,8 @@ def check_given_metrics(trainer: Any, metrics: Mapping[str, Any], trial: Any) ->
     # At step 0 (`eval_on_start`), transformers does not read it
     if name is None or not step or _full_name(name) in metrics:
         return
+    from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+
     trainer._save_checkpoint(trainer.model, trial)
     raise ValueError(
         f"Unknown `metric_for_best_model` {name!r}. {_choices(_full_name(name), list(metrics))} The training until "

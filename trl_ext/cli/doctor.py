@@ -11,7 +11,8 @@ import torch
 from accelerate import Accelerator
 from packaging.requirements import Requirement
 
-from ..compat import TESTED
+from ..compat import MOVED, TESTED
+from ..compat.features import features_of
 from ..distributed.detect import detect_engine
 from ..heads.kernels.work import triton_unavailable_reason
 from ..scoring.checks import self_test
@@ -28,6 +29,7 @@ def run() -> int:
         rows.append(("this folder", _SHADOWED, False))
     optional = {name: _version(name) for name in _OPTIONAL}
     rows += _required()
+    rows += _moved()
     rows += [(name, f"{number} (optional)", True) for name, number in optional.items() if number]
     accelerator = Accelerator()
     rows.append(("engine", f"{detect_engine(accelerator, torch.nn.Linear(1, 1))}", True))
@@ -72,6 +74,16 @@ def _required() -> list[tuple[str, str, bool]]:
         remedy = f"Run `pip install '{requirement.name}{requirement.specifier}'`."
         words = f"{installed_version}{untested}" if is_fine else f"{state}. {remedy}"
         rows.append((requirement.name, words, is_fine))
+    return rows
+
+
+def _moved() -> list[tuple[str, str, bool]]:
+    """Return a row for each internal of an untested version that has moved."""
+    rows = []
+    for name in MOVED:
+        features = features_of(name.place, name.name)
+        lost = f"Off: {', '.join(features)}." if features else "Trainers that need it do not work."
+        rows.append((f"  {name.package}", f"{name.change}. {lost}", bool(features)))
     return rows
 
 

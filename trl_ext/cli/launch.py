@@ -11,7 +11,7 @@ from accelerate.commands.launch import launch_command, launch_command_parser
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from ..checks.names import did_you_mean
-from ..compat.choices import accelerate_configs, resolve_accelerate_config_argument
+from ..compat.choices import accelerate_configs, launch_words_of_config
 from . import CommandError, one_line
 from .line import Line, refuse_word
 
@@ -31,7 +31,7 @@ def with_config_file(words: list[str]) -> list[str]:
             problem = f"is `{config}`, which is neither a file nor a config of TRL." if config else "has no value."
             hint = did_you_mean(config, shipped_configs)
             raise CommandError(f"`--accelerate_config` {problem}{hint} Choose from: {', '.join(shipped_configs)}.")
-    return resolve_accelerate_config_argument(words)
+    return launch_words_of_config(words)
 
 
 def check_launch(launcher: Any, arguments: list[str], line: Line) -> None:

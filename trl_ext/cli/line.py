@@ -151,8 +151,9 @@ def read(method: str, prog: str, words: list[str]) -> Line:
 def check(line: Line, *, reads_data: bool) -> None:
     """Raise `CommandError` for mistakes that show without the types of the arguments."""
     from ..checks.names import OTHER_NAMES, OTHER_NAMES_OF
-    from ..compat import FOUND  # noqa: F401  # its import checks the versions, and `--version` must work with any
+    from ..compat.features import check_command_line  # here, because `--version` must work with any version
 
+    check_command_line()
     if line.asks_for_help:
         return
     _check_names(line, OTHER_NAMES | OTHER_NAMES_OF[line.method])

@@ -6,12 +6,6 @@ import sys
 from functools import cache
 from importlib import resources
 
-from trl.cli.accelerate_config import resolve_accelerate_config_argument
-from trl.generation.vllm_client import VLLMClient
-from trl.generation.vllm_generation import VLLMGeneration
-
-__all__ = ["VLLMClient", "VLLMGeneration", "resolve_accelerate_config_argument"]
-
 
 @cache
 def compared_values(trainer_class: type, name: str) -> frozenset[str]:
@@ -31,6 +25,13 @@ def accelerate_configs() -> list[str]:
     """Return the names of the configs of accelerate that TRL ships."""
     shipped = resources.files("trl.accelerate_configs").iterdir()
     return sorted(x.name.removesuffix(".yaml") for x in shipped if x.name.endswith(".yaml"))
+
+
+def launch_words_of_config(words: list[str]) -> list[str]:
+    """Return words for `accelerate launch` with the file of `--accelerate_config`, a file or a config of TRL."""
+    from trl.cli.accelerate_config import resolve_accelerate_config_argument
+
+    return resolve_accelerate_config_argument(words)  # type: ignore[no-any-return]
 
 
 # TRL raises an error for an unknown value only in the first step, and does not name the argument. The loss types are in

@@ -1,8 +1,8 @@
-"""Checks that untested releases of the libraries still have the internals that trl_ext uses.
+"""Finds internals that trl_ext uses and an untested release of a library no longer has. `features.py` says what to do.
 
 `names.json` lists them: module or `module:class` -> name -> the parameters that each supported release of a function
 takes. A name in quotes is a word, and a name after a dot an attribute, in the source of its owner. A check takes as
-long as importing TRL's trainers, so the user's cache folder records each passed check under a fingerprint of the files.
+long as importing TRL's trainers, so the user's cache folder keeps its result under a fingerprint of the files.
 """
 
 import hashlib
@@ -14,7 +14,7 @@ import re
 import warnings
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from dataclasses import is_dataclass
+from dataclasses import astuple, dataclass, is_dataclass
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -29,40 +29,47 @@ NAMES: dict[str, dict[str, list[str]]] = json.loads(Path(__file__).with_name("na
 _ABSENT = object()
 
 
-def check_untested(found_versions: Mapping[str, str], tested: Mapping[str, SpecifierSet]) -> None:
-    """Warn on the first rank that the version of a package in `found_versions` is not among the `tested` ones.
+@dataclass(frozen=True)
+class Moved:
+    """A name that an installed library no longer has, or a function that takes other parameters.
 
-    Raises:
-        `ImportError`: names are gone or take other parameters; the message lists them.
+    Args:
+        place (`str`): `module` or `module:class`.
+        change (`str`): what has changed, as a clause.
     """
+
+    place: str
+    name: str
+    change: str
+
+    @property
+    def package(self) -> str:
+        return self.place.partition(":")[0].partition(".")[0]
+
+
+def check_untested(found_versions: Mapping[str, str], tested: Mapping[str, SpecifierSet]) -> list[Moved]:
+    """Return what has moved. Warn on the first rank that a version in `found_versions` is not among the `tested`."""
     untested = [name for name in found_versions if found_versions[name] not in tested[name]]
     if not untested:
-        return
-    lines = _moved_since_last_check(found_versions)
-    versions = " and ".join(f"{name} {found_versions[name]}" for name in untested)
-    # TRL and transformers are named always, because it is their releases that fit each other
-    package_names = [name for name in tested if name in ("trl", "transformers", *untested)]
-    tested_versions = " and ".join(f"{name}{tested[name]}" for name in package_names)
-    if lines:
-        raise ImportError(
-            f"trl_ext {__version__} does not work with {versions}, because internals that it uses have changed. "
-            f"Install {tested_versions}, or a later trl_ext. Changed:\n" + "\n".join(f"- {line}" for line in lines)
-        )
+        return []
+    names = _moved_in(found_versions)
     if os.environ.get("RANK", "0") == "0":
+        versions = " and ".join(f"{name} {found_versions[name]} (tested: {tested[name]})" for name in untested)
+        count = f"{len(names) or 'none'} {'have' if len(names) > 1 else 'has'}"
         warnings.warn(
-            f"trl_ext {__version__} is not tested with {versions}; it is tested with {tested_versions}. All internals "
-            "that it uses still exist, but their behavior may have changed. Check for a later trl_ext.",
+            f"trl_ext {__version__} is not tested with {versions}. Of the internals that it uses, {count} moved.",
             stacklevel=2,
         )
+    return names
 
 
-def moved(packages: Iterable[str]) -> list[str]:
-    """Return a line for each name of the packages that is gone or takes other parameters."""
+def moved(packages: Iterable[str]) -> list[Moved]:
+    """Return each name of the packages that is gone or takes other parameters."""
     return [
-        line
+        name
         for owner, of_owner in NAMES.items()
         if owner.partition(".")[0].partition(":")[0] in packages
-        for line in _moved(owner, of_owner)
+        for name in _moved(owner, of_owner)
     ]
 
 
@@ -109,34 +116,35 @@ def owner_at(place: str) -> Any:
     return getattr(module, class_name, None) if class_name else module
 
 
-def _moved(place: str, names: Mapping[str, list[str]]) -> list[str]:
+def _moved(place: str, names: Mapping[str, list[str]]) -> list[Moved]:
     owner = owner_at(place)
-    place = place.replace(":", ".")
+    described = place.replace(":", ".")
     if owner is None:
-        return [f"`{place}` is gone, and with it {', '.join(f'`{name}`' for name in names)}"]
-    lines = []
+        return [Moved(place, name, f"`{described}`, which had `{name}`, is gone") for name in names]
+    all_moved = []
     for name, accepted in names.items():
         parameters = parameters_of(owner, name)
         if parameters is None or (accepted and not parameters):  # gone, or no longer a function
-            lines.append(f"`{place}` has no `{name}`")
+            all_moved.append(Moved(place, name, f"`{described}` has no `{name}`"))
         elif accepted and parameters not in accepted:
-            lines.append(f"`{place}.{name}` takes `{parameters}` instead of `{accepted[-1]}`")
-    return lines
+            change = f"`{described}.{name}` takes `{parameters}` instead of `{accepted[-1]}`"
+            all_moved.append(Moved(place, name, change))
+    return all_moved
 
 
-def _moved_since_last_check(found_versions: Mapping[str, str]) -> list[str]:
-    """Return `moved(found)`, or nothing if a file in the user's cache folder records that nothing had moved."""
+def _moved_in(found_versions: Mapping[str, str]) -> list[Moved]:
+    """Return `moved(found_versions)`, from the user's cache folder if it has been found out before."""
     folder = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "trl_ext"
-    path = folder / f"unmoved-{_fingerprint(found_versions)}"
-    with suppress(OSError):
-        if path.exists():
-            return []
-    lines = moved(found_versions)
-    if not lines:
-        with suppress(OSError):  # on an error, the next import checks again
-            folder.mkdir(parents=True, exist_ok=True)
-            path.touch()
-    return lines
+    path = folder / f"moved-{_fingerprint(found_versions)}.json"
+    with suppress(OSError, ValueError, TypeError):
+        return [Moved(*fields) for fields in json.loads(path.read_text())]
+    names = moved(found_versions)
+    with suppress(OSError):  # on an error, the next import checks again
+        folder.mkdir(parents=True, exist_ok=True)
+        written = path.with_suffix(f".{os.getpid()}")
+        written.write_text(json.dumps([astuple(name) for name in names]))
+        written.replace(path)
+    return names
 
 
 def _fingerprint(found_versions: Mapping[str, str]) -> str:

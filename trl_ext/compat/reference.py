@@ -5,8 +5,6 @@ from typing import Any, Protocol
 
 import torch
 from datasets import Dataset
-from trl.models import prepare_deepspeed
-from trl.trainer.utils import disable_dropout_in_model
 
 from .replaced import module_of
 
@@ -49,6 +47,8 @@ def score_as_reference(
 def policy_before_training(trainer: ReferenceInternals) -> Any:
     if not trainer.is_deepspeed_enabled:
         return trainer.model
+    from trl.models import prepare_deepspeed
+
     if trainer._precompute_engine is None:
         trainer._precompute_engine = prepare_deepspeed(trainer.model, trainer.accelerator)
     return trainer._precompute_engine
@@ -64,6 +64,8 @@ def training_columns(trainer: ReferenceInternals, dataset: Dataset) -> Dataset:
 
 
 def made_as_reference(trainer: ReferenceInternals, load: Callable[[], Any]) -> Any:
+    from trl.trainer.utils import disable_dropout_in_model
+
     model = load()
     if trainer.args.disable_dropout:
         disable_dropout_in_model(model)

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 import transformers
 import trl
-from trl.models.utils import disable_gradient_checkpointing
 
 _ABSENT = object()
 
@@ -80,6 +79,8 @@ def logged_times(metrics: dict[str, list[float]], times: int) -> Iterator[None]:
 @contextmanager
 def unrecorded_pass(trainer: Any) -> Iterator[None]:
     """Turn off gradients and gradient checkpointing in the `with` block, as TRL does for passes without a loss."""
+    from trl.models.utils import disable_gradient_checkpointing
+
     with torch.no_grad(), disable_gradient_checkpointing(trainer.model, trainer.args.gradient_checkpointing_kwargs):
         yield
 
@@ -93,6 +94,7 @@ def built_with(
     offloading: Callable[..., Any],
     *,
     copies: bool,
+    adapters_are_off: bool = False,
     **others: Any,
 ) -> Iterator[None]:
     """Make `trainer_class.__init__` attach each model's scoring head with `attach(model, **options)` in the block.
@@ -105,11 +107,16 @@ def built_with(
         make_adapter (`Callable`): called with PEFT's `get_peft_model` and its arguments.
         offloading (`Callable`): called with `model`, returns the context of `activation_offloading`.
         copies (`bool`): whether TRL may copy an adapter as the reference.
+        adapters_are_off (`bool`): there is none, so that what TRL calls for adapters stays.
         others (`Any`): replacements for further names of the module.
     """
     module = module_of(trainer_class)
-    names = {"add_fused_lm_head": attach, "get_peft_model": partial(make_adapter, module.get_peft_model), **others}
-    if not (getattr(config, "cast_lm_head_to_fp32", False) or getattr(config, "use_vllm", False)):
+    names = {"add_fused_lm_head": attach, **others}
+    if adapters_are_off:
+        copies = True
+    else:
+        names["get_peft_model"] = partial(make_adapter, module.get_peft_model)
+    if not (adapters_are_off or getattr(config, "cast_lm_head_to_fp32", False) or getattr(config, "use_vllm", False)):
         names["BaseTunerLayer"] = _NoAdapter
     if hasattr(module, _OFFLOADING):
         names[_OFFLOADING] = offloading

@@ -14,8 +14,6 @@ from accelerate.utils import broadcast_object_list
 from datasets import Dataset
 from torch import nn
 from transformers import LogitsProcessorList
-from transformers.trainer_utils import has_length
-from trl.trainer.utils import is_async_callable
 
 from .overrides import LOSS, PASS, overrides, overrides_below
 from .replaced import module_of, names_replaced, next_of, replaced
@@ -28,6 +26,8 @@ def checked_reward(reward: Any, warned_of: set[str]) -> Any:
 
     TRL takes NaN for None. `warned_of` holds the names of functions that a warning has named. Models stay unwrapped.
     """
+    from trl.trainer.utils import is_async_callable
+
     if isinstance(reward, nn.Module):
         return reward
     name = getattr(reward, "__name__", type(reward).__name__)
@@ -310,11 +310,15 @@ class Generation:
             use_adapter = self.use_adapter
             members |= self.members
         members |= {"_generate": generate, "_calculate_rewards": calculate_rewards}
-        with names_replaced(self.trainer_class, use_adapter=use_adapter), replaced(trainer, **members):
+        # Without it, no adapter is the reference
+        names = {} if trainer._features.why_off("adapters") else {"use_adapter": use_adapter}
+        with names_replaced(self.trainer_class, **names), replaced(trainer, **members):
             return next_of(trainer)._generate_and_score_completions(inputs)
 
     def _checked_rewards(self) -> AbstractContextManager[None]:
         if overrides(self.trainer, "_calculate_rewards") is not None:  # it may call the functions in another way
+            return nullcontext()
+        if self.trainer._features.why_off("checks of rewards"):
             return nullcontext()
         rewards = [checked_reward(reward, self._gave_nan) for reward in self.trainer.reward_funcs]
         return replaced(self.trainer, reward_funcs=rewards)
@@ -403,7 +407,10 @@ class Buffer:
     @property
     def micro_batches_of_an_epoch(self) -> int | None:
         loader = self.trainer.callback_handler.train_dataloader
-        return len(loader) if has_length(loader) else None
+        try:
+            return len(loader)
+        except TypeError:  # of a streaming data set
+            return None
 
     def merge(self, micro_batches: int) -> dict[str, Any]:
         """Put the rows of each `micro_batches` micro-batches into the last of them. Returns the current one."""

@@ -9,7 +9,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 
 def scale_grad(x: Tensor, factor: float) -> Tensor:
@@ -100,7 +99,7 @@ def check_checkpointing(wrapped: nn.Module) -> None:
 
 
 def _is_reentrant(module: nn.Module) -> bool:
-    if not isinstance(module, GradientCheckpointingLayer) or not module.gradient_checkpointing:
+    if not getattr(module, "gradient_checkpointing", False):
         return False
-    function = module._gradient_checkpointing_func
+    function = getattr(module, "_gradient_checkpointing_func", None)
     return isinstance(function, partial) and bool(function.keywords.get("use_reentrant", True))  # torch's default

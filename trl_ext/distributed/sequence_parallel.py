@@ -16,7 +16,6 @@ import torch.nn.functional as F
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from torch import Tensor, nn
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .tensor_parallel import DataParallelAccelerator, TensorParallel, signature
 
@@ -173,6 +172,8 @@ def keep_batches_whole(accelerator: Any, group: SequenceGroup) -> None:
         _check_has(accelerator, "_prepare_cp", "accelerate")
         accelerator._prepare_cp = lambda *args: args
         return
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
     # Otherwise one process would read a streaming dataset and distribute its rows over all ranks
     accelerator.dataloader_config.dispatch_batches = False
     data_parallel = DataParallelAccelerator(accelerator, group.ranks)

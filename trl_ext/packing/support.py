@@ -3,7 +3,7 @@
 from typing import Any
 
 from peft.tuners.tuners_utils import BaseTunerLayer
-from peft.utils.other import AuxiliaryTrainingWrapper
+from peft.utils import other as peft_wrappers
 from torch import nn
 
 # Where a class that lends layouts keeps the layer's own class
@@ -45,10 +45,12 @@ def own_class_of(module: nn.Module) -> Any:
 
 def mixers_of(model: Any) -> list[nn.Module]:
     """Return the modules that mix tokens by a causal convolution, alone or before a recurrence."""
+    # A PEFT that has moved its wrapper is refused where an adapter is trained
+    wrapper = getattr(peft_wrappers, "AuxiliaryTrainingWrapper", BaseTunerLayer)
     return [
         module
         for module in text_backbone_of(model).modules()
-        if not isinstance(module, BaseTunerLayer | AuxiliaryTrainingWrapper | nn.ModuleDict)
+        if not isinstance(module, BaseTunerLayer | wrapper | nn.ModuleDict)
         and any(map(_is_causal_convolution, module.children()))
     ]
 

@@ -297,6 +297,8 @@ def _balance(facts: GRPOFacts) -> Decision:
     reason = None
     if facts.processes == 1:
         reason = "there is one rank"
+    elif facts.fixed_order is not None:
+        reason = facts.fixed_order
     elif not facts.balance:
         reason = "`balance=False`"
     elif facts.generation_reader is not None or facts.bypasses_loss:

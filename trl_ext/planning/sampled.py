@@ -31,6 +31,7 @@ class SampledFacts(Facts):
     generation_reader: str | None  # a method that makes or reads generation batches, or the pass that scores them
     has_own_pass: bool  # TRL's scoring pass is overridden
     overridden_below: str | None  # such a method below ours: in a class between ours and TRL's, or in place of TRL's
+    fixed_order: str | None = None  # why rows cannot move: an internal of TRL has
     batch_reader: str | None  # what may read or change a micro-batch, such as "overrides `compute_loss`, which ..."
 
     @property
@@ -101,6 +102,8 @@ def order_reason(facts: SampledFacts, *, rule: str | None, schedule: str, reader
         schedule (`str`): the arguments that keep micro-batches in different optimizer steps, to append to that reason.
         reader (`str`, *optional*): what code of the user may do with a micro-batch.
     """
+    if facts.fixed_order is not None:
+        return facts.fixed_order
     if facts.keep_groups_together is False:
         return "`keep_groups_together=False`"
     if facts.steps_per_generation == 1:

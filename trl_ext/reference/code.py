@@ -15,9 +15,6 @@ import torch
 from accelerate.hooks import ModelHook, SequentialHook
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.dynamic_module_utils import get_relative_import_files
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..functions import closure_of, nested_codes
 from ..packing.hooks import forward_hooks, functions_of_users
@@ -75,6 +72,8 @@ def _unversioned(part: Any) -> tuple[str, ...]:
 
 def _source_hash(part: Any) -> str:
     """Return a hash of the source file of a class or function, with the files of a remote model that it imports."""
+    from transformers.dynamic_module_utils import get_relative_import_files
+
     try:
         file = inspect.getsourcefile(part) or ""
         imported = sorted(get_relative_import_files(file)) if is_remote(part.__module__) else []
@@ -237,6 +236,9 @@ def _in_libraries(
         for name, value in vars(owner).items():
             if isinstance(value, bool | int | float) and not name.startswith("_") and not is_foreign(owner.__module__):
                 lines[f"{owner.__module__}.{owner.__qualname__}.{name}"] = repr(value)
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
     attention = getattr(config, "_attn_implementation", None)
     for table in (ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS):
         for function in _foreign_in(table.get(attention), set()):

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from peft import PeftMixedModel, PeftModel
 from peft.tuners.tuners_utils import BaseTunerLayer
-from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -66,6 +65,8 @@ class ReferenceWeights:
         base = base_of(model)
         if base is model:
             return cls(model)
+        from peft.utils.other import AuxiliaryTrainingWrapper  # private: a model without adapters does not need it
+
         wrapped: Any = uncompiled(model)
         layers: list[Any] = [x for x in base.modules() if isinstance(x, BaseTunerLayer | AuxiliaryTrainingWrapper)]
         names = [name for layer in layers if not layer.disable_adapters for name in layer.active_adapters]

@@ -16,7 +16,7 @@ from peft import PeftModel
 from safetensors.torch import save_file
 from torch import Tensor
 
-from ..compat.choices import VLLMClient
+from ..compat.vllm import VLLMClient
 from .adapter import adapter_files, on_host
 
 logger = logging.getLogger("trl_ext")

@@ -17,8 +17,8 @@ from peft.tuners.ln_tuning.layer import LNTuningLayer
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor
 
-from ..compat.choices import VLLMGeneration
 from ..compat.replaced import module_of, replaced
+from ..compat.vllm import VLLMGeneration
 from .adapter import adapter_files, unsupported_adapter
 from .client import FileClient
 

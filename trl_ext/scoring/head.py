@@ -7,10 +7,9 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 from peft.tuners.lora.layer import Linear as LoraLinear
-from peft.tuners.lora.variants import ALoraLinearVariant
 from peft.tuners.trainable_tokens.layer import TrainableTokensLayer
 from peft.tuners.tuners_utils import BaseTunerLayer
-from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper, TrainableTokensWrapper
+from peft.utils.other import ModulesToSaveWrapper
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -143,22 +142,8 @@ def _unwrapped(lm_head: nn.Module) -> LinearHead | OpaqueHead:
     while True:
         kind = _kind(module)
         below: nn.Module | str | None = None  # the next layer, or why only the forward can compute this one
-        if kind is ModulesToSaveWrapper:
-            below = _module_to_run(module)
-        elif kind is TrainableTokensWrapper:
-            below = module.token_adapter
-        elif kind in (TrainableTokensLayer, LoraLinear) and (
-            module.disable_adapters or module.merged or not module.active_adapters
-        ):
-            below = module.base_layer
-            if module.disable_adapters and module.merged:
-                below = "its adapter is merged and disabled, and only its forward unmerges it"
-        elif kind is TrainableTokensLayer:
-            below = _collect_rows(module, rows)
-        elif kind is LoraLinear:
-            below = _collect_factors(module, factors)
-        elif isinstance(module, BaseTunerLayer | AuxiliaryTrainingWrapper):
-            below = f"its adapter is a `{kind.__module__.removeprefix('peft.tuners.')}.{kind.__name__}`"
+        if isinstance(module, BaseTunerLayer) or kind.__module__.startswith("peft."):
+            below = _below_adapter(module, kind, factors, rows)
         elif kind.forward is not nn.Linear.forward or not parameter_of(module, "weight").is_floating_point():
             below = f"it is a `{kind.__name__}`"
         if below is None:
@@ -172,6 +157,27 @@ def _unwrapped(lm_head: nn.Module) -> LinearHead | OpaqueHead:
     rows_KH = torch.stack([rows[token] for token in classes]) if rows else None
     changes = ["LoRA's low-rank term"] * bool(factors) + ["the rows of single tokens"] * bool(rows)
     return LinearHead(module, HeadAdapter(tuple(factors), classes, rows_KH), " and ".join(changes), lm_head)
+
+
+def _below_adapter(module: Any, kind: type[Any], factors: list[Factors], rows: dict[int, Tensor]) -> nn.Module | str:
+    """Collect what a layer of PEFT adds. Return the layer below, or why only its forward can compute this one."""
+    from peft.utils.other import TrainableTokensWrapper  # private: a head without adapters does not need it
+
+    if kind is ModulesToSaveWrapper:
+        return _module_to_run(module)
+    if kind is TrainableTokensWrapper:
+        return module.token_adapter  # type: ignore[no-any-return]
+    if kind in (TrainableTokensLayer, LoraLinear) and (
+        module.disable_adapters or module.merged or not module.active_adapters
+    ):
+        if module.disable_adapters and module.merged:
+            return "its adapter is merged and disabled, and only its forward unmerges it"
+        return module.base_layer  # type: ignore[no-any-return]
+    if kind is TrainableTokensLayer:
+        return _collect_rows(module, rows)
+    if kind is LoraLinear:
+        return _collect_factors(module, factors)
+    return f"its adapter is a `{kind.__module__.removeprefix('peft.tuners.')}.{kind.__name__}`"
 
 
 def _kind(module: nn.Module) -> type[Any]:
@@ -201,6 +207,8 @@ def _collect_rows(module: Any, rows: dict[int, Tensor]) -> nn.Module | str:
 
 def _collect_factors(module: Any, factors: list[Factors]) -> nn.Module | str:
     """Collect the factors of the active adapters. Return the layer below, or why only its forward can compute it."""
+    from peft.tuners.lora.variants import ALoraLinearVariant  # private
+
     for name in module.active_adapters:
         if name not in module.lora_A:
             continue

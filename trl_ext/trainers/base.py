@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 import transformers
 from peft import PeftModel
+from peft.tuners.tuners_utils import BaseTunerLayer
 from transformers import ProgressCallback
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ..callbacks.progress import ThroughputProgress, add_to_model_card, show
 from ..checks.arguments import (
@@ -30,6 +30,7 @@ from ..checks.arguments import (
 from ..checks.best_metric import check_best_metric, check_given_metrics, has_no_value
 from ..checks.overrides import check_overrides
 from ..compat import check_deepspeed
+from ..compat.features import Features, methods_off
 from ..compat.overrides import LOSS, PASS, REPLACEABLE, STEP, overrides, overrides_below, replaces_backward
 from ..compat.replaced import built_with, next_of, replaced, unrecorded_pass
 from ..config import AddedFields, AddedReferenceFields
@@ -95,9 +96,11 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
     _config_class: type
     _added_fields: type[AddedFields]
     accelerator: Any
-    ref_model: Any = None
+    ref_model: Any  # without a default, which would hide that TRL has renamed it
     _added: Any
     _source: ReferenceSource | None = None  # of trainers with a store of reference log-probs
+    # Methods of TRL's that ours replace, and that each step runs
+    _methods_of_step: tuple[str, ...] = ("training_step", "compute_loss")
     _splits_rows = True  # whether we split the tokens of a row over ranks; `SFTTrainer` leaves it to TRL
     _evaluated = "eval"  # the prefix of metrics in the evaluation that is to be logged
     _first_step_ran = False
@@ -119,7 +122,10 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
         if "_trl_trainer" not in vars(cls):  # a user's subclass
             return
         trls: Any = cls._trl_trainer
-        cls._tag_names = [*trls._tag_names, "trl_ext"]
+        cls._tag_names = [*getattr(trls, "_tag_names", ()), "trl_ext"]
+        for method in methods_off(trls.__name__):
+            if hasattr(trls, method):
+                setattr(cls, method, getattr(trls, method))
 
         @functools.wraps(trls.__init__)
         def init(self: Any, *positional: Any, **keywords: Any) -> None:
@@ -130,6 +136,9 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
     def _begin(self, positional: tuple[Any, ...], keywords: dict[str, Any]) -> dict[str, Any]:
         """Check the arguments and create the parts, before TRL's `__init__`. Returns the arguments by name."""
         name = type(self).__name__
+        self._features = Features(self._trl_trainer.__name__)
+        if os.environ.get("RANK", "0") == "0":
+            self._features.warn()
         arguments = bound_arguments(
             name, self._trl_trainer, self._config_class, self._added_fields, positional, keywords
         )
@@ -137,6 +146,8 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
         check_given(name, arguments, config, self._config_class)
         check_overrides(self, arguments.values())
         self._added = self._added_fields.of(config)
+        self._require_features(arguments, config)
+        self._methods_called: set[str] = set()
         self.skip_counts = SkipCounts()
         self.token_counts = TokenCounts()
         self._ranks = Ranks()
@@ -144,12 +155,27 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
         self._non_finite = NonFiniteLoss(self, self._ranks)
         self._balance = RowBalance(self, self._ranks)
         self._reference_weights = ReferenceOfPolicy(self, self._ranks, getattr(self._added, "reference_device", None))
-        self._checkpoints = Checkpoints(self)
+        self._checkpoints = Checkpoints(self, are_trls=self._features.why_off("checkpoints") is not None)
         self._facts_of_ranks: dict[str, Any] = {}  # those that differ, with the values for all ranks
         self._seen_in_policy: dict[Callable[[Any], Any], Any] = {}
         # A checkpoint must not exist without the log-probs that were scored before it
         self._checkpoints.parts += [self._reference_weights.save, lambda _: self._flush_store()]
         return arguments
+
+    def _require_features(self, arguments: dict[str, Any], config: Any) -> None:
+        """Raise `ImportError` if the user asks for a feature that is off, and for which TRL has no other way."""
+        models = (arguments.get("model"), arguments.get("ref_model"))
+        asked = {
+            "adapters": arguments.get("peft_config") is not None or any(isinstance(x, PeftModel) for x in models),
+            "vLLM": getattr(config, "use_vllm", False),
+            "moving reference": getattr(config, "sync_ref_model", False),
+            "parts": getattr(self._added, "max_tokens_per_micro_batch", None) is not None,
+            "dynamic sampling": getattr(self._added, "dynamic_sampling", False),
+            "non-finite losses": self._added.on_non_finite_loss is not None,
+        }
+        for feature, is_asked in asked.items():
+            if is_asked:
+                self._features.require(feature)
 
     def _construct(self, positional: tuple[Any, ...], keywords: dict[str, Any]) -> None:
         """Run TRL's `__init__` between the checks of the arguments and those of the finished trainer."""
@@ -181,6 +207,7 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
                 make_adapter,
                 self._activations_on_host,
                 copies=copies,
+                adapters_are_off=self._features.why_off("adapters") is not None,
                 **replacements,
             ):
                 yield
@@ -202,6 +229,13 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
                 joined_accelerator.gather_for_metrics, use_gather_object=self.args.eval_use_gather_object
             )
         self.check_engine()
+        if self._ranks.tensor_parallel is not None:
+            self._features.require("tensor parallelism")
+        if self._ranks.sequence is not None:
+            self._features.require("sequence parallelism")
+        if self._ranks.group is not None:
+            # TRL's would have each rank of a group write the same file
+            self._features.require("checkpoints", "cannot save a model whose rows or weights are split over ranks")
         self._on_accelerator()
 
     def _on_accelerator(self) -> None:
@@ -226,6 +260,8 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
             if isinstance(self.model, PeftModel):
                 keep_differentiable(self.model)
             self._reference_weights.take_policy(has_reference=self._has_reference())
+        if self._features.why_off("packing") is not None:
+            self._scorer.packings[-1].padded_reason = self._features.why_off("packing")
         # Only once: a reference model that was freed is attached again when it is loaded again
         if self._source is not None and not self._source.registered and self.ref_model in (None, model):
             self._source.register()
@@ -260,6 +296,10 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
         """After TRL's `__init__`, run the remaining checks and add the callbacks."""
         if self._source is not None:
             self._source.loaded.clear()
+        if getattr(self, "aux_loss_enabled", False):
+            self._features.require("router loss")
+        if any(isinstance(module, BaseTunerLayer) for module in self.model.modules()):
+            self._features.require("adapters")  # those that transformers has loaded
         self._scorer.check(self.accelerator.device, padding_reason(self))
         check_packing_options(self._packing_facts())
         self.padding_free = self._packing_plan().padding_free
@@ -273,11 +313,12 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
         self.add_callback(Lifecycle(self))
         user_callbacks = callbacks or ()
         all_callbacks = self.callback_handler.callbacks
-        all_callbacks[:] = [
-            ThroughputProgress() if type(x) is ProgressCallback and x not in user_callbacks else x
-            for x in all_callbacks
-        ]
-        for argument, model in (("model", self.model), ("ref_model", self.ref_model)):
+        if self._features.why_off("progress bar") is None:
+            all_callbacks[:] = [
+                ThroughputProgress() if type(x) is ProgressCallback and x not in user_callbacks else x
+                for x in all_callbacks
+            ]
+        for argument, model in (("model", self.model), ("ref_model", getattr(self, "ref_model", None))):
             if model is not None:
                 watch_token_ids(model, len(self._tokenizer), argument)
         if self._unknown_loss_types and self.accelerator.is_main_process:
@@ -515,8 +556,10 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
         self._seen_in_policy.clear()
         self._agree()
         self._follow_changes()
-        check_evaluation(self, detect_engine(self.accelerator, self.model))
-        with wrapped_in_training(self):
+        are_trls = self._features.why_off("evaluation before training") is not None
+        if not are_trls:
+            check_evaluation(self, detect_engine(self.accelerator, self.model))
+        with nullcontext() if are_trls else wrapped_in_training(self):
             output = super().evaluation_loop(*positional, **keywords)
         # `eval_NAME` if there are several sets
         self._evaluated = keywords.get("metric_key_prefix", positional[4] if len(positional) > 4 else "eval")
@@ -533,6 +576,7 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
         return not has_no_value(self, metrics) and super()._determine_best_metric(metrics, trial)
 
     def training_step(self, *positional: Any, **keywords: Any) -> Any:
+        self._methods_called.add("training_step")
         if self._step_begins:
             self._seen_in_policy.clear()
             self._step_begins = False
@@ -570,6 +614,18 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
             self._loss_bypassed()
         return loss
 
+    def check_methods_called(self) -> None:
+        """Raise `RuntimeError` if the first step has not called a method of ours. A user's override may be why.
+
+        A TRL in which such a method has another name would train without what ours adds.
+        """
+        missing = [x for x in self._methods_of_step if x not in self._methods_called]
+        if missing and overrides(self, *STEP, *LOSS, "get_batch_samples") is None:
+            raise RuntimeError(
+                f"The first step did not call `{type(self).__name__}.{missing[0]}`, so it lacks what trl_ext adds to "
+                f"TRL there. Install a tested version of TRL and transformers (`trl-ext doctor` names them)."
+            )
+
     def _loss_name(self) -> str:
         return f"`{type(self).__name__}.compute_loss`"
 
@@ -593,6 +649,7 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
 
     def _loss_begins(self, batch: dict[str, Any]) -> None:
         """Called first by each `compute_loss`. Hooks of users may have come since the step began."""
+        self._methods_called.add("compute_loss")
         self._loss_reached = True
         hooks_have_come = self._scorer.look_for_hooks(self.model_wrapped)
         # Several ranks agree on a plan for a hook when the next step begins
@@ -658,6 +715,8 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
         return self._checkpoints.first_batch(super()._init_training_state(*positional, **keywords))
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+
         folder = Path(self._get_output_dir(trial=trial)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
         with self._world_accelerator(), self._checkpoints.write(folder):
             super()._save_checkpoint(model, trial)

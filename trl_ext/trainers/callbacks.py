@@ -34,12 +34,15 @@ class Trainer(Protocol):
 
     def _release_reference(self) -> None: ...
 
+    def check_methods_called(self) -> None: ...
+
 
 class Lifecycle(TrainerCallback):
     """What a trainer does at transformers' events. If the order of two actions matters, one method does both."""
 
     def __init__(self, trainer: Trainer) -> None:
         self.trainer = trainer
+        self._is_first_step = True
         self._equal_steps: int | None = 0  # steps with equal rewards so far; `None` after others, or after the warning
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
@@ -57,6 +60,11 @@ class Lifecycle(TrainerCallback):
         self.trainer._non_finite.step_begins()
         # Its first micro-batch looks for changes, because callbacks of users may run after this one
         self.trainer._step_begins = True
+
+    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+        if self._is_first_step:
+            self._is_first_step = False
+            self.trainer.check_methods_called()
 
     def on_pre_optimizer_step(self, *args: Any, model: Any, **kwargs: Any) -> None:
         self.trainer._non_finite.before_step(model)

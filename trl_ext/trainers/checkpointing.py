@@ -15,7 +15,6 @@ from accelerate.utils import gather_object
 from peft import PeftModel
 from peft.utils import CONFIG_NAME as PEFT_CONFIG_NAME
 from transformers import PreTrainedModel
-from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINING_ARGS_NAME
 
 from ..callbacks.progress import show
 from ..checkpoints.complete import begin, complete_checkpoints, discard, finish, half_written, is_complete, step_of
@@ -55,8 +54,9 @@ class Trainer(Protocol):
 class Checkpoints:
     """The checkpoints that a trainer writes, and the one that it resumes from."""
 
-    def __init__(self, trainer: Trainer) -> None:
+    def __init__(self, trainer: Trainer, *, are_trls: bool = False) -> None:
         self.trainer = trainer
+        self.are_trls = are_trls  # TRL writes and reads them, because an internal that this class needs has moved
         self.resumes_from: Path | None = None  # the checkpoint of the current `train`
         self.parts: list[Callable[[Path], None]] = []  # each function writes a part of the checkpoint, on every rank
         self._hides_optimizer = False
@@ -86,6 +86,8 @@ class Checkpoints:
         Raises:
             `ValueError`: there is none, it is not complete, or the current engine cannot load it.
         """
+        if self.are_trls:
+            return requested  # type: ignore[return-value]
         if not requested:
             self.resumes_from = None
             return None
@@ -120,6 +122,8 @@ class Checkpoints:
 
     def _check_run(self, folder: Path) -> None:
         """Raise `ValueError` if another trainer wrote the checkpoint, or if only one of the runs trains an adapter."""
+        from transformers.trainer import TRAINING_ARGS_NAME
+
         args = self.trainer.args
         model = self.trainer.model
         writer = _config_class(folder / TRAINING_ARGS_NAME)
@@ -200,6 +204,8 @@ class Checkpoints:
 
     def save_optimizer(self, folder: str) -> bool:
         """Write optimizer and scheduler of a split model. Returns `False` if transformers must write them."""
+        from transformers.trainer import SCHEDULER_NAME
+
         trainer = self.trainer
         if not self._is_split():
             return False
@@ -210,6 +216,8 @@ class Checkpoints:
 
     def load_optimizer(self, checkpoint: str | None) -> bool:
         """Load what `save_optimizer` wrote, and warn if it is missing. Returns `False` if transformers must load it."""
+        from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
+
         trainer = self.trainer
         if checkpoint is None or trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
             return False

@@ -16,7 +16,6 @@ from torch.utils.data import get_worker_info
 from ..checks.arguments import check_dpo_arguments
 from ..checks.data import check_rows_are_left, checked_rows, pair_columns
 from ..compat import dpo as internals
-from ..compat.reference import recorded_loads
 from ..compat.replaced import logged_times
 from ..config import AddedDPOFields, check_loss_types, warn_of_ignored_smoothing
 from ..config import DPOConfig as DPOConfig  # earlier `training_args.bin` files refer to it here
@@ -49,6 +48,7 @@ class DPOTrainer(ExactTrainer, trl.DPOTrainer):
     _trl_trainer = trl.DPOTrainer
     _config_class = trl.DPOConfig
     _added_fields = AddedDPOFields
+    _methods_of_step = (*ExactTrainer._methods_of_step, "_compute_loss")
     _source: DPOReference
     _reference_log_probs: Tensor | None = None  # of the last loss
 
@@ -63,10 +63,11 @@ class DPOTrainer(ExactTrainer, trl.DPOTrainer):
             check_dpo_arguments(config, own_loss=self._replaces("loss"))
             check_loss_types(config)
             if not READ_REWARDS.isdisjoint(config.loss_type):
+                self._features.require("reward losses")
                 self._dpo_terms.columns = REWARD_COLUMNS
             warn_of_ignored_smoothing(config)
         self._scorer.smoothed = bool(self._added.sft_label_smoothing)
-        return recorded_loads(trl.DPOTrainer, self._source.loaded)
+        return self._source.recorded_loads(trl.DPOTrainer)
 
     def _ready(self, callbacks: Any) -> None:
         with_columns = (x for name, x in self._source.datasets() if self._source.with_columns[name])
@@ -173,6 +174,7 @@ class DPOTrainer(ExactTrainer, trl.DPOTrainer):
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any], return_outputs: bool) -> Any:
         """Return the loss of 2B rows, which an override may have changed: both models score them as they are."""
+        self._methods_called.add("_compute_loss")
         if "_compute_loss" in self._overridden_below:
             return self._loss_of_override(model, inputs, return_outputs)
 

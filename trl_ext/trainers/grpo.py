@@ -26,7 +26,6 @@ from ..planning.grpo import GRPOFacts, GRPOPlan, plan_grpo
 from ..planning.loss_inputs import LossInputs, not_finite_in
 from ..planning.rows import all_tokens
 from ..planning.sampler_ratio import RatioRule
-from ..sampler.engine import EngineGeneration
 from .base import ExactTrainer
 from .grpo_generation import GRPOGeneration, truncated_sampling
 from .grpo_passes import GRPOPasses
@@ -47,6 +46,8 @@ class GRPOTrainer(ExactTrainer, trl.GRPOTrainer):
     _trl_trainer = trl.GRPOTrainer
     _config_class = trl.GRPOConfig
     _added_fields = AddedGRPOFields
+
+    _methods_of_step = (*ExactTrainer._methods_of_step, "_prepare_inputs", "get_batch_samples")
 
     def _check(self, arguments: dict[str, Any], config: Any) -> dict[str, Any]:
         if not self._replaces("rewards"):
@@ -74,6 +75,10 @@ class GRPOTrainer(ExactTrainer, trl.GRPOTrainer):
         self._grpo_passes = GRPOPasses(self, self._buffer, self._sampled_metrics, self._part_training)
         self._grpo_generation = GRPOGeneration(self, self._ranks, self._grpo_passes, self._buffer, self._balance)
         self._checkpoints.parts.append(self._grpo_generation.save)
+        if not getattr(config, "use_vllm", False):
+            return {}
+        from ..sampler.engine import EngineGeneration  # it needs TRL's classes for vLLM
+
         return {"VLLMGeneration": partial(EngineGeneration, engine_args=self._added.vllm_engine_args)}
 
     def _ready(self, callbacks: Any) -> None:
@@ -172,6 +177,7 @@ class GRPOTrainer(ExactTrainer, trl.GRPOTrainer):
 
     def get_batch_samples(self, *positional: Any, **keywords: Any) -> Any:
         """Get the batches as transformers does, and note where the accumulation window begins."""
+        self._methods_called.add("get_batch_samples")
         self._buffer.window_begins()
         return super().get_batch_samples(*positional, **keywords)
 
@@ -185,6 +191,7 @@ class GRPOTrainer(ExactTrainer, trl.GRPOTrainer):
             yield
 
     def _prepare_inputs(self, generation_batch: Any) -> dict[str, Any]:
+        self._methods_called.add("_prepare_inputs")
         if not self.model.training:
             return super()._prepare_inputs(generation_batch)
         generates = self._buffer.mid_cycle_slices() is None

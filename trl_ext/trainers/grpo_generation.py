@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -81,7 +81,8 @@ class GRPOGeneration:
         """Rearrange the rows of a generation batch in the `with` block, in which TRL puts it into its buffer."""
         self._fills_buffer = True
         try:
-            with internals.shuffled_then(self.reorder):
+            is_fixed = self.trainer._features.why_off("balance") is not None
+            with nullcontext() if is_fixed else internals.shuffled_then(self.reorder):
                 yield
         finally:
             self._fills_buffer = False
@@ -113,6 +114,9 @@ class GRPOGeneration:
             is_asked (`bool`): whether `keep_sampling_mask` is set. If not, a vLLM server is not asked what it supports.
         """
         trainer = self.trainer
+        moved = trainer._features.why_off("sampling mask")
+        if moved is not None and not trainer.use_vllm:
+            return moved
         top_k = sampling_values(trainer.args)["top_k"]
         generation_kwargs = trainer.args.generation_kwargs or {}
         if overridden or trainer.rollout_func is not None:

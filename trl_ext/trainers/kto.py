@@ -21,7 +21,6 @@ from ..compat.kto import (
     with_reference,
 )
 from ..compat.overrides import overrides
-from ..compat.reference import recorded_loads
 from ..config import AddedStoreFields
 from ..config import KTOConfig as KTOConfig  # `training_args.bin` files refer to it here
 from ..planning.non_finite import labelled, not_finite_rows, prompt_of
@@ -85,6 +84,7 @@ class KTOTrainer(ExactTrainer, trl.KTOTrainer):
     _trl_trainer = trl.KTOTrainer
     _config_class = trl.KTOConfig
     _added_fields = AddedStoreFields
+    _methods_of_step = (*ExactTrainer._methods_of_step, "_compute_loss")
     _source: KTOReference
     _reference_sums: torch.Tensor | None = None  # of the last loss
 
@@ -92,7 +92,7 @@ class KTOTrainer(ExactTrainer, trl.KTOTrainer):
         if config is not None:
             check_kto_arguments(config, own_loss=self._replaces("loss"))
         self._source = KTOReference(self, self._ranks, self._scorer, self._reference_weights)
-        return recorded_loads(trl.KTOTrainer, self._source.loaded)
+        return self._source.recorded_loads(trl.KTOTrainer)
 
     def _prepare_dataset(self, dataset: Any, processing_class: Any, args: Any, dataset_name: str) -> Any:
         """Check the rows, then prepare them as TRL does."""
@@ -145,6 +145,7 @@ class KTOTrainer(ExactTrainer, trl.KTOTrainer):
 
         The policy's passes are left to TRL's loss, because nothing of ours reads their scores before it.
         """
+        self._methods_called.add("_compute_loss")
         if self._source.is_run_by_trl:
             with reference_run_by_trl(self._reference_weights.entered):
                 return super()._compute_loss(model, inputs, return_outputs)

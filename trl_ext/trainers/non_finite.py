@@ -7,7 +7,6 @@ from typing import Any, Protocol
 
 from accelerate.utils import gather_object
 from torch import Tensor
-from transformers.training_args import OptimizerNames
 
 from ..distributed.detect import detect_engine
 from ..distributed.ranks import Ranks
@@ -44,6 +43,8 @@ class NonFiniteLoss:
     def check_options(self) -> None:
         if self.action != "skip":
             return
+        from transformers.training_args import OptimizerNames
+
         accelerator = self.trainer.accelerator
         optimizer = OptimizerNames(self.trainer.args.optim).value
         engine = detect_engine(accelerator, self.trainer.model).data_engine

@@ -13,6 +13,7 @@ from datasets import Dataset
 from torch.utils.data import DataLoader
 
 from ..compat import reference as internals
+from ..compat.features import Features
 from ..compat.overrides import STEP, overrides
 from ..compat.replaced import unrecorded_pass
 from ..config import AddedStoreFields
@@ -42,6 +43,7 @@ class Host(internals.ReferenceInternals, Protocol):
     _in_steps: bool
     _overridden_below: list[str]
     skip_counts: SkipCounts
+    _features: Features
 
     @property
     def plan(self) -> ReferencePlan: ...
@@ -91,6 +93,12 @@ class ReferenceSource:
 
     # Construction
 
+    def recorded_loads(self, trainer_class: type) -> dict[str, Any]:
+        """Return replacements for names in TRL's module, which record each model that TRL loads, with its loader."""
+        if self.host._features.why_off("store") is not None:
+            return {}
+        return internals.recorded_loads(trainer_class, self.loaded)
+
     def register(self) -> None:
         """Find out what the reference is, and check what the user gives in its place."""
         host = self.host
@@ -107,7 +115,7 @@ class ReferenceSource:
                 self._origin = REFERENCES[self._origin] + adapters
             self._shared = reference.shares_with(host.model)
             self._varies = self._varies_reason(reference)
-        self._uncacheable = self.ranks.of_main(lambda: self._weights().uncacheable_reason())
+        self._uncacheable = self._find_uncacheable()
         self._check_own_values()
         if self.plan().durable:
             self._identity = self._identify()
@@ -143,9 +151,7 @@ class ReferenceSource:
                 'changed since then: an adapter named "ref" was loaded or deleted. Load or delete it before you build '
                 "the trainer, or set `precompute_ref_log_probs=False`."
             )
-        self._uncacheable = None
-        if not self.ranks.is_sharded:
-            self._uncacheable = self.ranks.of_main(lambda: self._weights().uncacheable_reason())
+        self._uncacheable = None if self.ranks.is_sharded else self._find_uncacheable()
         self.host._plan_again()
         known_identity = self._identity
         self._identity = None
@@ -154,6 +160,11 @@ class ReferenceSource:
             if before == self._on and known_identity == self._identity:
                 return
         self._stored = None
+
+    def _find_uncacheable(self) -> str | None:
+        """Return why a later run cannot tell the reference from another one, as the main process finds it."""
+        moved: str | None = self.host._features.why_off("store")
+        return moved or self.ranks.of_main(lambda: self._weights().uncacheable_reason())  # type: ignore[no-any-return]
 
     def refresh_if_adapters_changed(self) -> None:
         adapters = self._policy_adapters()
@@ -246,8 +257,10 @@ class ReferenceSource:
     def facts(self) -> dict[str, Any]:
         """Return the fields of [`ReferenceFacts`] that are no arguments."""
         args = self.host.args
-        not_storable = None
-        if self.weights.moves:
+        not_storable: str | None = self.host._features.why_off("store")
+        if not_storable is not None:
+            pass
+        elif self.weights.moves:
             not_storable = "`sync_ref_model` updates it during training"
         elif internals.holds_images(self.host):
             not_storable = "the data contains images, and the store identifies sequences by their tokens only"

@@ -47,7 +47,7 @@ class ReferenceOfPolicy:
         trainer = self.trainer
         if self._device is not None:
             self._check_host()
-        if not isinstance(trainer.model, PeftModel) or trainer.ref_model is not None or not has_reference:
+        if not has_reference or not isinstance(trainer.model, PeftModel) or trainer.ref_model is not None:
             return
         moves = bool(trainer.args.sync_ref_model)
         self.policy_reference = self.adapters.reference(trainer.model, moves)

@@ -3,6 +3,7 @@
 The methods of TRL's trainer that only RLOO overrides are here; the others are in `base.py`.
 """
 
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -40,6 +41,8 @@ class RLOOTrainer(ExactTrainer, trl.RLOOTrainer):
     _trl_trainer = trl.RLOOTrainer
     _config_class = trl.RLOOConfig
     _added_fields = AddedGroupFields
+
+    _methods_of_step = (*ExactTrainer._methods_of_step, "_prepare_inputs", "get_batch_samples")
 
     def _check(self, arguments: dict[str, Any], config: Any) -> dict[str, Any]:
         if not self._replaces("rewards"):
@@ -109,11 +112,14 @@ class RLOOTrainer(ExactTrainer, trl.RLOOTrainer):
 
     def get_batch_samples(self, *positional: Any, **keywords: Any) -> Any:
         """Get the batches as transformers does, and note where the accumulation window begins."""
+        self._methods_called.add("get_batch_samples")
         self._buffer.window_begins()
         return super().get_batch_samples(*positional, **keywords)
 
     def _prepare_inputs(self, generation_batch: Any) -> Any:
-        with internals.shuffled_then(self._reorder, trl.RLOOTrainer):
+        self._methods_called.add("_prepare_inputs")
+        is_fixed = self._features.why_off("balance") is not None
+        with nullcontext() if is_fixed else internals.shuffled_then(self._reorder, trl.RLOOTrainer):
             batch = super()._prepare_inputs(generation_batch)
         if self.model.training:
             self._follow_changes()  # a reward function may change what the loss reads

@@ -41,5 +41,6 @@ def _circumstances_of(trainer: Any) -> dict[str, Any]:
         "generation_reader": internals.generation_reader(trainer),
         "has_own_pass": internals.overridden_pass(trainer) is not None,
         "overridden_below": internals.overridden_below(trainer),
+        "fixed_order": trainer._features.why_off("balance"),
         "batch_reader": batch_reader(trainer),
     }
