@@ -84,13 +84,13 @@ class Mutation:
         return re.sub(imported, rf"\g<1>{self.name} as {self.new_name}\2", source, flags=re.MULTILINE)
 
 
-def _of_trl(feature: str, names: str) -> list[Mutation]:
+def _of_trl(feature: str, names: str, runs: tuple[str, ...] | None = None) -> list[Mutation]:
     """Read `name`, `self.name`, `'name'`, and each with `@trainer` for one trainer."""
     mutations = []
     for text in names.split():
         word, _, trainer = text.partition("@")
         kind = "key" if word[0] == "'" else "self" if word.startswith("self.") else "alias" if trainer else "word"
-        mutations.append(Mutation(word.removeprefix("self.").strip("'"), feature, kind, trainer or None))
+        mutations.append(Mutation(word.removeprefix("self.").strip("'"), feature, kind, trainer or None, runs=runs))
     return mutations
 
 
@@ -106,23 +106,24 @@ _WITH_ADAPTER = (
 )
 _TRANSFORMERS, _PEFT, _ACCELERATE = ("transformers",), ("peft",), ("accelerate",)
 
-# The features that a trainer cannot do without: it may refuse to be built
-NEEDED = {"exact head", "loss", "log-prob pass"}
+# The features that the runs that may need a name cannot do without: the trainer may refuse to be built
+NEEDED = {"exact head", "loss", "log-prob pass", "samples", "adapters", "router loss"}
 # Those without which a trainer may process more tokens
 TOKENS = {"exact head", "loss", "log-prob pass", "generation", "packing", "store", "reference", "adapters"}
 
 MUTATIONS: dict[str, Mutation] = {
     mutation.id: mutation
     for mutation in (
-        *_of_trl("exact head", "add_fused_lm_head FusedCausalLMOutput BaseTunerLayer@dpo get_peft_model@kto"),
-        *_of_trl("loss", "_compute_loss self._metrics@grpo"),
+        *_of_trl("exact head", "add_fused_lm_head FusedCausalLMOutput"),
+        *_of_trl("loss", "_compute_loss self._metrics@grpo self.loss_types@dpo"),
         Mutation("compute_loss", "loss", libraries=("trl", "transformers")),
         Mutation("training_step", "loss", libraries=("trl", "transformers")),
         *_of_trl("log-prob pass", "_get_per_token_logps_and_entropies"),
-        *_of_trl("generation", "_generate_and_score_completions _calculate_rewards _generate_single_turn"),
-        *_of_trl("generation", "_buffered_inputs self._step is_async_callable self.num_iterations@grpo"),
-        *_of_trl("generation", "get_high_entropy_mask self.top_entropy_quantile@grpo use_adapter@grpo"),
-        *_of_trl("balance", "shuffle_sequence_dict gather@grpo self.loss_types@dpo"),
+        # What the loss of GRPO gets, and for how many steps
+        *_of_trl("samples", "_generate_and_score_completions _calculate_rewards _generate_single_turn"),
+        *_of_trl("samples", "_buffered_inputs self._step self.num_iterations@grpo self.top_entropy_quantile@grpo"),
+        *_of_trl("generation", "is_async_callable get_high_entropy_mask"),
+        *_of_trl("balance", "shuffle_sequence_dict gather@grpo"),
         *_of_trl("packing", "'completion_mask'@dpo self.padding_free@sft"),
         *_of_trl("checkpoints", "_last_loaded_step"),
         *(
@@ -131,7 +132,8 @@ MUTATIONS: dict[str, Mutation] = {
         ),
         *_of_trl("store", "_precompute_ref_logps hash_module compute_ref_log_probs 'ref_chosen_logps'"),
         *_of_trl("reference", "self.ref_model@dpo self.ref_model@kto self.ref_model@grpo self.ref_model@rloo"),
-        *_of_trl("adapters", "create_model_from_path is_peft_model@dpo disable_dropout_in_model"),
+        *_of_trl("reference", "create_model_from_path disable_dropout_in_model"),
+        *_of_trl("adapters", "BaseTunerLayer@dpo get_peft_model@kto is_peft_model@dpo use_adapter@grpo", _WITH_ADAPTER),
         *_of_trl("own losses", "self.loss_weights@dpo self.label_smoothing@dpo self.f_divergence_type@dpo"),
         *_of_trl("metrics", "_total_train_tokens _tag_names"),
         *_of_trl("vLLM", "_start_weight_update VLLMClient VLLMGeneration"),
@@ -144,10 +146,10 @@ MUTATIONS: dict[str, Mutation] = {
         Mutation("ReplicatedWithGradAllReduce", "engines", libraries=_TRANSFORMERS),
         Mutation("GradientCheckpointingLayer", "engines", libraries=("transformers", "peft")),
         Mutation("ALL_ATTENTION_FUNCTIONS", "engines", libraries=("transformers", "accelerate")),
-        Mutation("load_balancing_loss_func", "exact head", libraries=("transformers", "trl"), runs=("dpo-experts",)),
+        Mutation("load_balancing_loss_func", "router loss", libraries=("transformers", "trl"), runs=("dpo-experts",)),
         Mutation("OptimizerNames", "checks", libraries=("transformers", "trl")),
-        Mutation("AuxiliaryTrainingWrapper", "packing", libraries=("peft", "transformers"), runs=_WITH_ADAPTER),
-        Mutation("ALoraLinearVariant", "packing", libraries=_PEFT, runs=_WITH_ADAPTER),
+        Mutation("AuxiliaryTrainingWrapper", "adapters", libraries=("peft", "transformers"), runs=_WITH_ADAPTER),
+        Mutation("ALoraLinearVariant", "adapters", libraries=_PEFT, runs=_WITH_ADAPTER),
         Mutation("_set_sync_gradients", "balance", libraries=("accelerate", "transformers")),
         Mutation("_models", "engines", libraries=("accelerate", "transformers")),
     )
@@ -173,7 +175,7 @@ class Copy:
         """Whether a run may need the name. All others must go on as before."""
         assert self.mutation is not None
         runs = self.mutation.runs
-        return RUNS[run].case.trainer in self.trainers if runs is None else run in runs
+        return RUNS[run].case.trainer in self.trainers and (runs is None or run in runs)
 
 
 def make_copy(folder: Path, mutation: Mutation | None, *, keeps_version: bool = False) -> Copy:
