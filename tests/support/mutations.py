@@ -19,6 +19,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -58,6 +59,8 @@ class Mutation:
     """The trainer in whose module it is renamed. `None`: in all files."""
     libraries: tuple[str, ...] = ("trl",)
     """Where it is renamed. The version of the first one changes."""
+    runs: tuple[str, ...] | None = None
+    """The runs that may need it. `None`: all of the trainers in whose files it is."""
 
     @property
     def id(self) -> str:
@@ -81,36 +84,47 @@ class Mutation:
         return re.sub(imported, rf"\g<1>{self.name} as {self.new_name}\2", source, flags=re.MULTILINE)
 
 
-def _of_trl(feature: str, names: str) -> list[Mutation]:
+def _of_trl(feature: str, names: str, runs: tuple[str, ...] | None = None) -> list[Mutation]:
     """Read `name`, `self.name`, `'name'`, and each with `@trainer` for one trainer."""
     mutations = []
     for text in names.split():
         word, _, trainer = text.partition("@")
         kind = "key" if word[0] == "'" else "self" if word.startswith("self.") else "alias" if trainer else "word"
-        mutations.append(Mutation(word.removeprefix("self.").strip("'"), feature, kind, trainer or None))
+        mutations.append(Mutation(word.removeprefix("self.").strip("'"), feature, kind, trainer or None, runs=runs))
     return mutations
 
 
+_WITH_ADAPTER = (
+    "sft",
+    "dpo-precompute",
+    "dpo-adapter",
+    "dpo-resumed",
+    "dpo-smoothing",
+    "kto-precompute",
+    "grpo-generation",
+    "rloo",
+)
 _TRANSFORMERS, _PEFT, _ACCELERATE = ("transformers",), ("peft",), ("accelerate",)
 
-# The features that a trainer cannot do without: it may refuse to be built
-NEEDED = {"exact head", "loss", "log-prob pass"}
+# The features that the runs that may need a name cannot do without: the trainer may refuse to be built
+NEEDED = {"exact head", "loss", "log-prob pass", "samples", "adapters", "router loss"}
 # Those without which a trainer may process more tokens
 TOKENS = {"exact head", "loss", "log-prob pass", "generation", "packing", "store", "reference", "adapters"}
 
 MUTATIONS: dict[str, Mutation] = {
     mutation.id: mutation
     for mutation in (
-        *_of_trl("exact head", "add_fused_lm_head FusedCausalLMOutput BaseTunerLayer@dpo get_peft_model@kto"),
-        *_of_trl("loss", "_compute_loss self._metrics@grpo"),
+        *_of_trl("exact head", "add_fused_lm_head FusedCausalLMOutput"),
+        *_of_trl("loss", "_compute_loss self._metrics@grpo self.loss_types@dpo 'completion_mask'@dpo"),
         Mutation("compute_loss", "loss", libraries=("trl", "transformers")),
         Mutation("training_step", "loss", libraries=("trl", "transformers")),
         *_of_trl("log-prob pass", "_get_per_token_logps_and_entropies"),
-        *_of_trl("generation", "_generate_and_score_completions _calculate_rewards _generate_single_turn"),
-        *_of_trl("generation", "_buffered_inputs self._step is_async_callable self.num_iterations@grpo"),
-        *_of_trl("generation", "get_high_entropy_mask self.top_entropy_quantile@grpo use_adapter@grpo"),
-        *_of_trl("balance", "shuffle_sequence_dict gather@grpo self.loss_types@dpo"),
-        *_of_trl("packing", "'completion_mask'@dpo self.padding_free@sft"),
+        # What the loss of GRPO gets, and for how many steps
+        *_of_trl("samples", "_generate_and_score_completions _calculate_rewards _generate_single_turn"),
+        *_of_trl("samples", "_buffered_inputs self._step self.num_iterations@grpo self.top_entropy_quantile@grpo"),
+        *_of_trl("generation", "is_async_callable get_high_entropy_mask"),
+        *_of_trl("balance", "shuffle_sequence_dict gather@grpo"),
+        Mutation("_is_stateful", "packing", libraries=("transformers", "accelerate")),
         *_of_trl("checkpoints", "_last_loaded_step"),
         *(
             Mutation(name, "checkpoints", libraries=_TRANSFORMERS)
@@ -118,7 +132,8 @@ MUTATIONS: dict[str, Mutation] = {
         ),
         *_of_trl("store", "_precompute_ref_logps hash_module compute_ref_log_probs 'ref_chosen_logps'"),
         *_of_trl("reference", "self.ref_model@dpo self.ref_model@kto self.ref_model@grpo self.ref_model@rloo"),
-        *_of_trl("adapters", "create_model_from_path is_peft_model@dpo disable_dropout_in_model"),
+        *_of_trl("reference", "create_model_from_path disable_dropout_in_model"),
+        *_of_trl("adapters", "BaseTunerLayer@dpo get_peft_model@kto is_peft_model@dpo use_adapter@grpo", _WITH_ADAPTER),
         *_of_trl("own losses", "self.loss_weights@dpo self.label_smoothing@dpo self.f_divergence_type@dpo"),
         *_of_trl("metrics", "_total_train_tokens _tag_names"),
         *_of_trl("vLLM", "_start_weight_update VLLMClient VLLMGeneration"),
@@ -131,10 +146,10 @@ MUTATIONS: dict[str, Mutation] = {
         Mutation("ReplicatedWithGradAllReduce", "engines", libraries=_TRANSFORMERS),
         Mutation("GradientCheckpointingLayer", "engines", libraries=("transformers", "peft")),
         Mutation("ALL_ATTENTION_FUNCTIONS", "engines", libraries=("transformers", "accelerate")),
-        Mutation("load_balancing_loss_func", "exact head", libraries=("transformers", "trl")),
+        Mutation("load_balancing_loss_func", "router loss", libraries=("transformers", "trl"), runs=("dpo-experts",)),
         Mutation("OptimizerNames", "checks", libraries=("transformers", "trl")),
-        Mutation("AuxiliaryTrainingWrapper", "packing", libraries=("peft", "transformers")),
-        Mutation("ALoraLinearVariant", "exact head", libraries=_PEFT),
+        Mutation("AuxiliaryTrainingWrapper", "adapters", libraries=("peft", "transformers"), runs=_WITH_ADAPTER),
+        Mutation("ALoraLinearVariant", "adapters", libraries=_PEFT, runs=_WITH_ADAPTER),
         Mutation("_set_sync_gradients", "balance", libraries=("accelerate", "transformers")),
         Mutation("_models", "engines", libraries=("accelerate", "transformers")),
     )
@@ -155,6 +170,12 @@ class Copy:
         if self.mutation is None or self.mutation.libraries[0] != "trl":
             return TRAINERS
         return tuple(x for x in TRAINERS if any(f"/{x}_" in path for path in self.changed_files))
+
+    def may_need(self, run: str) -> bool:
+        """Whether a run may need the name. All others must go on as before."""
+        assert self.mutation is not None
+        runs = self.mutation.runs
+        return RUNS[run].case.trainer in self.trainers and (runs is None or run in runs)
 
 
 def make_copy(folder: Path, mutation: Mutation | None, *, keeps_version: bool = False) -> Copy:
@@ -217,6 +238,8 @@ class Run:
 
     case: Case
     is_ours: bool = False  # TRL has no such option: the result is that of trl_ext with an unchanged TRL
+    is_mended: bool = False  # TRL's result is another one, which is right only where a line says so
+    ranks: int = 1  # processes
     resumes_after: int | None = None  # the step after which it stops, to go on from its checkpoint in another trainer
 
     @property
@@ -225,7 +248,7 @@ class Run:
 
 
 def _run(name: str, setup: str = "full", model: str = "tied", **options: Any) -> Run:
-    of_run = {key: options.pop(key) for key in ("is_ours", "resumes_after") if key in options}
+    of_run = {key: options.pop(key) for key in ("is_ours", "is_mended", "resumes_after", "ranks") if key in options}
     of_case = {key: options.pop(key) for key in ("steps", "rollout", "rewards", "ours") if key in options}
     trainer = name.partition("-")[0]
     rate = 0.05 if trainer in ("sft", "dpo", "kto") else 0.02
@@ -267,17 +290,12 @@ RUNS: dict[str, Run] = {
         _run("grpo-generation", "lora", rollout="generate", rewards=("half_dead",), entropy_coef=0.05, **_KL),
         _run("grpo-quantile", top_entropy_quantile=0.2, num_iterations=2),
         _run("grpo-parts", ours=_BUDGET, **_HALVES),
-        _run(
-            "grpo-resumed",
-            is_ours=True,
-            steps=3,
-            resumes_after=1,
-            rewards=("half_dead",),
-            num_iterations=4,
-            ours={"dynamic_sampling": True},
-            **_SAVED,
-        ),
+        # In the middle of a generation batch
+        _run("grpo-resumed", is_mended=True, steps=3, resumes_after=1, num_iterations=4, **_SAVED),
+        _run("grpo-dynamic", is_ours=True, rewards=("half_dead",), ours={"dynamic_sampling": True}),
         _run("rloo", "lora", rollout="generate", **_KL),
+        _run("dpo-ranks", ranks=2, gradient_accumulation_steps=2, per_device_train_batch_size=2),
+        _run("grpo-ranks", ranks=2, rewards=("half_dead",), **_HALVES),
     )
 }
 
@@ -338,14 +356,14 @@ def failures(copy: Copy, result: Result) -> list[str]:
         elif run["error"]:
             reason = _not_a_refusal(copy, name, run)
             wrong += [f"{name}: {reason}: {run['error_type']}: {run['error']}"] if reason else []
-        elif run["wrong"]:
+        elif run["wrong"] and not (trainer in warned and run.get("equals_stock")):
             wrong.append(f"{name}: another result: {'; '.join(run['wrong'][:3])} ({len(run['wrong'])})")
         elif run.get("tokens", 0) > run.get("tokens_today", 0):
             more = f"{name}: {run['tokens']} tokens instead of {run['tokens_today']}"
             if trainer not in warned:
                 wrong.append(f"{more}, without a line")
-            elif trainer not in copy.trainers or mutation is None or mutation.feature not in TOKENS:
-                wrong.append(f"{more}, which {mutation and mutation.feature} does not need")
+            elif not copy.may_need(name) or mutation is None or mutation.feature not in TOKENS:
+                wrong.append(f"{more}, for {mutation and mutation.feature}")
     return wrong
 
 
@@ -364,8 +382,8 @@ def _not_a_refusal(copy: Copy, name: str, run: dict[str, Any]) -> str | None:
         return f"no line with `{mutation.name}` and a version"
     if name in COMMANDS:
         return None
-    if trainer_of(name) not in copy.trainers:
-        return "an error of another trainer"
+    if not copy.may_need(name):
+        return "an error of a run that does not need the name"
     if mutation.feature not in NEEDED and not RUNS[name].has_own_options:
         return f"a trainer can train without {mutation.feature}"
     return None
@@ -377,7 +395,7 @@ def summary(result: Result, name: str) -> str:
     if run["error"]:
         return "refused" if run["error_type"] in ("ImportError", "ValueError") else run["error_type"]
     if run["wrong"]:
-        return "DIFFERS"
+        return "as stock" if run.get("equals_stock") else "DIFFERS"
     more = run.get("tokens", 0) - run.get("tokens_today", 0)
     return f"same, {more:+} tokens" if more else "same"
 
@@ -391,12 +409,17 @@ def _in_child(job: dict[str, Any]) -> Result:
     # Each training looks packages up, which takes a quarter of the time of a tiny one
     importlib.metadata.metadata = functools.cache(importlib.metadata.metadata)
     result = Result()
+    of_ranks = [name for name in job["runs"] if RUNS[name].ranks > 1]
+    alone = [name for name in job["runs"] if name not in of_ranks]
+    # First, because a process that has trained alone cannot be a rank
+    for name in of_ranks:
+        result.runs[name] = _on_ranks(name, job)
     # Stock first: nothing of trl_ext is imported yet
-    stock = {name: _attempt(name, "trl", job) for name in job["runs"] if not RUNS[name].is_ours}
+    stock = {name: _attempt(name, "trl", job) for name in alone if not RUNS[name].is_ours}
     with _lines() as lines:
         _import_all(result)
     result.lines = lines
-    for name in job["runs"]:
+    for name in alone:
         result.runs[name] = _compared(name, _attempt(name, "trl_ext", job), stock.get(name), job)
     for name in job["commands"]:
         result.runs[name] = _command(name, job)
@@ -485,6 +508,41 @@ def _stop_after(step: int | None) -> Any:
     return Stop()
 
 
+def _on_ranks(name: str, job: dict[str, Any]) -> dict[str, Any]:
+    """Train on several processes, and return the outcome of the first one with what is wrong on any."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    ranks = range(RUNS[name].ranks)
+    outs = [Path(f"{job['out']}.{name}.{rank}") for rank in ranks]
+    children = {}
+    for rank in ranks:
+        child = os.fork()
+        if child == 0:
+            with contextlib.suppress(BaseException):
+                numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": len(ranks), "LOCAL_WORLD_SIZE": len(ranks)}
+                os.environ |= {key: str(number) for key, number in numbers.items()}
+                os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "ACCELERATE_USE_CPU": "true"}
+                signal.alarm(SECONDS_PER_COPY // 4)
+                stock = _attempt(name, "trl", job)
+                outcome = _compared(name, _attempt(name, "trl_ext", job), stock, job, rank)
+                outs[rank].write_text(json.dumps(outcome, default=str))
+            os._exit(0)
+        children[child] = rank
+    while children:
+        ended, _ = os.waitpid(-1, 0)
+        if not outs[children.pop(ended)].exists():  # the others would wait for it
+            for child in children:
+                os.kill(child, signal.SIGKILL)
+    found = [json.loads(out.read_text()) for out in outs if out.exists()]
+    if len(found) < len(ranks):
+        return {"error": "a rank ended, see the log", "error_type": "crash", "lines": [], "wrong": []}
+    failed = next((x for x in found if x["error"] or x["stock_error"]), found[0])
+    tokens = {key: sum(x[key] for x in found) for key in ("tokens", "tokens_today", "tokens_of_stock")}
+    lines = found[0]["lines"]
+    return {**failed, **tokens, "lines": lines, "wrong": [line for x in found for line in x["wrong"]]}
+
+
 def _command(name: str, job: dict[str, Any]) -> dict[str, Any]:
     """Run a command of `trl-ext` in this process, and return its outcome in the form of a training's."""
     from tiny import Workshop, preferences
@@ -519,26 +577,29 @@ def _command(name: str, job: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _compared(name: str, ours: Attempt, stock: Attempt | None, job: dict[str, Any]) -> dict[str, Any]:
+def _compared(name: str, ours: Attempt, stock: Attempt | None, job: dict[str, Any], rank: int = 0) -> dict[str, Any]:
     """Return the outcome of a run as JSON values. Without a file of how it ends today, write one."""
     import torch
 
     run = RUNS[name]
-    today = Path(job["today"], f"{name}.pt")
+    today = Path(job["today"], f"{name}.{rank}.pt")
     if not today.exists() and ours.record is not None:
         torch.save(ours.record, today.with_suffix(".new"))
         today.with_suffix(".new").rename(today)
     record_today = torch.load(today, weights_only=False) if today.exists() else None
-    wanted = record_today if stock is None else stock.record
+    stock_record = None if stock is None else stock.record
+    wanted = record_today if run.is_ours or run.is_mended else stock_record
+    is_both = run.is_mended and ours.record is not None and stock_record is not None
     return {
         "stock_error": f"{stock.error_type}: {stock.error}" if stock is not None and stock.error else "",
         "error": ours.error,
         "error_type": ours.error_type,
         "lines": ours.lines,
         "wrong": [] if ours.record is None or wanted is None else differences(run, ours.record, wanted),
+        "equals_stock": is_both and not differences(run, ours.record, stock_record),
         "tokens": 0 if ours.record is None else ours.record.fed(),
         "tokens_today": 0 if record_today is None else record_today.fed(),
-        "tokens_of_stock": 0 if stock is None or stock.record is None else stock.record.fed(),
+        "tokens_of_stock": 0 if stock_record is None else stock_record.fed(),
     }
 
 
@@ -546,16 +607,18 @@ def differences(run: Run, ours: Any, wanted: Any) -> list[str]:
     """Return a line for each loss, shared metric, gradient and weight that is not within 1e-5."""
     from training_comparison import TOLERANCE, metrics_differ, tensors_differ
 
-    for name in ("losses", "logs", "gradients"):
+    for name in ("logs", "gradients"):
         count, wanted_count = len(getattr(ours, name)), len(getattr(wanted, name))
         if count != wanted_count:
             return [f"{count} {name} instead of {wanted_count}"]
-    wrong = []
-    # Micro-batches may have other rows than those of stock TRL; their sum has the same
-    got, want = sum(ours.losses), sum(wanted.losses)
-    if not abs(got - want) <= TOLERANCE * max(abs(want), wanted.advantage):
-        wrong.append(f"loss {got!r} instead of {want!r}")
-    wrong += metrics_differ(run.case, ours, wanted, counts=False)
+    wrong = metrics_differ(run.case, ours, wanted, counts=False)
+    if run.ranks > 1:  # other metrics are means over micro-batches, between which rows move
+        wrong = [line for line in wrong if re.match(r"log \d+ (loss|grad_norm|reward):", line)]
+    else:
+        # Micro-batches may have other rows than those of stock TRL; their sum has the same
+        got, want = sum(ours.losses), sum(wanted.losses)
+        if not abs(got - want) <= TOLERANCE * max(abs(want), wanted.advantage):
+            wrong.append(f"loss {got!r} instead of {want!r}")
     for step, (got_gradients, want_gradients) in enumerate(zip(ours.gradients, wanted.gradients, strict=True)):
         wrong += tensors_differ(f"gradient of step {step}", got_gradients, want_gradients)
     return wrong + tensors_differ("weight update", ours.updates, wanted.updates)

@@ -54,14 +54,21 @@ def _print(title: str, lines: list[str]) -> None:
 
 
 def guard_lines() -> list[str]:
-    """Return a line for each name that is gone or takes other parameters, as a user's process finds them."""
-    code = "from trl_ext.compat.moved import moved; print(*moved(['trl']), sep='\\n')"
+    """Return a line for each name that is gone or takes other parameters, with the features that need it."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-W", "ignore", "-c", code]
+    command = [sys.executable, "-W", "ignore", "-c", _GUARD]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     if done.returncode:  # TRL itself is refused
         return done.stderr.strip().splitlines()[-1:]
-    return [line for line in done.stdout.splitlines() if line]
+    return done.stdout.splitlines()
+
+
+_GUARD = """
+from trl_ext.compat.features import features_of
+from trl_ext.compat.moved import moved
+for name in moved(["trl"]):
+    print(f"{name.change}: {', '.join(features_of(name.place, name.name)) or 'the trainer does not work'}")
+"""
 
 
 def changed_code(old: Path, new: Path) -> list[str]:
