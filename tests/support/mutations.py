@@ -40,7 +40,7 @@ ROOT = SUPPORT.parents[1]
 TRAINERS = ("sft", "dpo", "kto", "grpo", "rloo")
 # Versions that no release of trl_ext has been tested with
 LATER = {"trl": "1.99.0", "transformers": "5.99.0", "peft": "0.99.0", "accelerate": "1.99.0"}
-SECONDS_PER_COPY = 500  # many, for machines that run other things too
+SECONDS_PER_COPY = 900  # many, for machines that run other things too
 
 
 # What moves
@@ -519,15 +519,19 @@ def _on_ranks(name: str, job: dict[str, Any]) -> dict[str, Any]:
     for rank in ranks:
         child = os.fork()
         if child == 0:
-            with contextlib.suppress(BaseException):
+            try:
                 numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": len(ranks), "LOCAL_WORLD_SIZE": len(ranks)}
                 os.environ |= {key: str(number) for key, number in numbers.items()}
                 os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "ACCELERATE_USE_CPU": "true"}
-                signal.alarm(SECONDS_PER_COPY // 4)
+                signal.alarm(SECONDS_PER_COPY)
                 stock = _attempt(name, "trl", job)
                 outcome = _compared(name, _attempt(name, "trl_ext", job), stock, job, rank)
                 outs[rank].write_text(json.dumps(outcome, default=str))
-            os._exit(0)
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                sys.stderr.flush()
+                os._exit(0)
         children[child] = rank
     while children:
         ended, _ = os.waitpid(-1, 0)
