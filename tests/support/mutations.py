@@ -107,7 +107,7 @@ _WITH_ADAPTER = (
 _TRANSFORMERS, _PEFT, _ACCELERATE = ("transformers",), ("peft",), ("accelerate",)
 
 # The features that the runs that may need a name cannot do without: the trainer may refuse to be built
-NEEDED = {"exact head", "loss", "log-prob pass", "samples", "adapters", "router loss"}
+NEEDED = {"exact head", "loss", "log-prob pass", "samples", "reference", "adapters", "router loss"}
 # Those without which a trainer may process more tokens
 TOKENS = {"exact head", "loss", "log-prob pass", "generation", "packing", "store", "reference", "adapters"}
 
@@ -130,9 +130,10 @@ MUTATIONS: dict[str, Mutation] = {
             Mutation(name, "checkpoints", libraries=_TRANSFORMERS)
             for name in ("rotate_checkpoints", "OPTIMIZER_NAME", "_load_from_checkpoint")
         ),
-        *_of_trl("store", "_precompute_ref_logps hash_module compute_ref_log_probs 'ref_chosen_logps'"),
+        # What the losses of DPO, KTO, GRPO and RLOO read
         *_of_trl("reference", "self.ref_model@dpo self.ref_model@kto self.ref_model@grpo self.ref_model@rloo"),
-        *_of_trl("reference", "create_model_from_path disable_dropout_in_model"),
+        *_of_trl("reference", "compute_ref_log_probs 'ref_chosen_logps'"),
+        *_of_trl("store", "_precompute_ref_logps hash_module create_model_from_path disable_dropout_in_model"),
         *_of_trl("adapters", "BaseTunerLayer@dpo get_peft_model@kto is_peft_model@dpo use_adapter@grpo", _WITH_ADAPTER),
         *_of_trl("own losses", "self.loss_weights@dpo self.label_smoothing@dpo self.f_divergence_type@dpo"),
         *_of_trl("metrics", "_total_train_tokens _tag_names"),
@@ -356,7 +357,9 @@ def failures(copy: Copy, result: Result) -> list[str]:
         elif run["error"]:
             reason = _not_a_refusal(copy, name, run)
             wrong += [f"{name}: {reason}: {run['error_type']}: {run['error']}"] if reason else []
-        elif run["wrong"] and not (trainer in warned and run.get("equals_stock")):
+        elif run.get("equals_stock") and trainer in warned:
+            continue
+        elif run["wrong"]:
             wrong.append(f"{name}: another result: {'; '.join(run['wrong'][:3])} ({len(run['wrong'])})")
         elif run.get("tokens", 0) > run.get("tokens_today", 0):
             more = f"{name}: {run['tokens']} tokens instead of {run['tokens_today']}"
