@@ -40,7 +40,7 @@ ROOT = SUPPORT.parents[1]
 TRAINERS = ("sft", "dpo", "kto", "grpo", "rloo")
 # Versions that no release of trl_ext has been tested with
 LATER = {"trl": "1.99.0", "transformers": "5.99.0", "peft": "0.99.0", "accelerate": "1.99.0"}
-SECONDS_PER_COPY = 500  # many, for machines that run other things too
+SECONDS_PER_COPY = 900  # many, for machines that run other things too
 
 
 # What moves
@@ -107,7 +107,7 @@ _WITH_ADAPTER = (
 _TRANSFORMERS, _PEFT, _ACCELERATE = ("transformers",), ("peft",), ("accelerate",)
 
 # The features that the runs that may need a name cannot do without: the trainer may refuse to be built
-NEEDED = {"exact head", "loss", "log-prob pass", "samples", "adapters", "router loss"}
+NEEDED = {"exact head", "loss", "log-prob pass", "samples", "reference", "adapters", "router loss"}
 # Those without which a trainer may process more tokens
 TOKENS = {"exact head", "loss", "log-prob pass", "generation", "packing", "store", "reference", "adapters"}
 
@@ -130,9 +130,10 @@ MUTATIONS: dict[str, Mutation] = {
             Mutation(name, "checkpoints", libraries=_TRANSFORMERS)
             for name in ("rotate_checkpoints", "OPTIMIZER_NAME", "_load_from_checkpoint")
         ),
-        *_of_trl("store", "_precompute_ref_logps hash_module compute_ref_log_probs 'ref_chosen_logps'"),
+        # What the losses of DPO, KTO, GRPO and RLOO read
         *_of_trl("reference", "self.ref_model@dpo self.ref_model@kto self.ref_model@grpo self.ref_model@rloo"),
-        *_of_trl("reference", "create_model_from_path disable_dropout_in_model"),
+        *_of_trl("reference", "compute_ref_log_probs 'ref_chosen_logps'"),
+        *_of_trl("store", "_precompute_ref_logps hash_module create_model_from_path disable_dropout_in_model"),
         *_of_trl("adapters", "BaseTunerLayer@dpo get_peft_model@kto is_peft_model@dpo use_adapter@grpo", _WITH_ADAPTER),
         *_of_trl("own losses", "self.loss_weights@dpo self.label_smoothing@dpo self.f_divergence_type@dpo"),
         *_of_trl("metrics", "_total_train_tokens _tag_names"),
@@ -356,7 +357,9 @@ def failures(copy: Copy, result: Result) -> list[str]:
         elif run["error"]:
             reason = _not_a_refusal(copy, name, run)
             wrong += [f"{name}: {reason}: {run['error_type']}: {run['error']}"] if reason else []
-        elif run["wrong"] and not (trainer in warned and run.get("equals_stock")):
+        elif run.get("equals_stock") and trainer in warned:
+            continue
+        elif run["wrong"]:
             wrong.append(f"{name}: another result: {'; '.join(run['wrong'][:3])} ({len(run['wrong'])})")
         elif run.get("tokens", 0) > run.get("tokens_today", 0):
             more = f"{name}: {run['tokens']} tokens instead of {run['tokens_today']}"
@@ -519,15 +522,19 @@ def _on_ranks(name: str, job: dict[str, Any]) -> dict[str, Any]:
     for rank in ranks:
         child = os.fork()
         if child == 0:
-            with contextlib.suppress(BaseException):
+            try:
                 numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": len(ranks), "LOCAL_WORLD_SIZE": len(ranks)}
                 os.environ |= {key: str(number) for key, number in numbers.items()}
                 os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "ACCELERATE_USE_CPU": "true"}
-                signal.alarm(SECONDS_PER_COPY // 4)
+                signal.alarm(SECONDS_PER_COPY)
                 stock = _attempt(name, "trl", job)
                 outcome = _compared(name, _attempt(name, "trl_ext", job), stock, job, rank)
                 outs[rank].write_text(json.dumps(outcome, default=str))
-            os._exit(0)
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                sys.stderr.flush()
+                os._exit(0)
         children[child] = rank
     while children:
         ended, _ = os.waitpid(-1, 0)
