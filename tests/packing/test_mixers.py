@@ -130,7 +130,6 @@ def work(name: str, batch: Batch, padding_free: bool) -> tuple[int, float]:
     return seen.fed, sum(cells) / len(counted)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["qwen3_5", "falcon_h1", "bamba", "lfm2"])
 def test_a_group_of_grpo_takes_a_third_of_a_padded_pass(name: str) -> None:
     rng = random.Random(0)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from class_support import PAGE, page_with_table, recorded, support_of
+from class_support import PAGE, expected, page_with_table, recorded, support_of
 from model_classes import MODEL_TYPES
 
 COMMAND = "run `python tests/support/class_support.py`, and read what changes"
@@ -12,7 +12,7 @@ COMMAND = "run `python tests/support/class_support.py`, and read what changes"
 @pytest.mark.parametrize("model_class", sorted(MODEL_TYPES))
 def test_the_class_does_what_was_recorded(model_class: str) -> None:
     assert model_class in recorded(), f"{model_class} is new: {COMMAND}"
-    types, support = recorded()[model_class]
+    types, support = expected(model_class)
     assert MODEL_TYPES[model_class] == types, COMMAND
     assert support_of(model_class) == support, COMMAND
 

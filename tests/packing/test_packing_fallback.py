@@ -46,10 +46,9 @@ KNOWN: dict[str, tuple[Callable[[], t.PreTrainedConfig], str]] = {
         "linear_attention",
     ),
     "bloom": (lambda: t.BloomConfig(vocab_size=97, hidden_size=32, n_layer=2, n_head=4), "interface"),
-    "gptj": (lambda: t.GPTJConfig(vocab_size=97, n_embd=32, n_layer=2, n_head=4, rotary_dim=4), "interface"),
     "bidirectional": (of(t.Gemma3TextConfig, use_bidirectional_attention=True, sliding_window=8), "causal"),
 }
-EAGER_ONLY = dict.fromkeys(("rwkv", "bloom", "gptj"), "eager")
+EAGER_ONLY = dict.fromkeys(("rwkv", "bloom"), "eager")
 
 
 # Models that only the check of the first batch rules out

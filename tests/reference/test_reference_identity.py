@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, dynamic_module_utils
 from trl.trainer.utils import add_fused_lm_head, disable_dropout_in_model
 
 from reference_changes import LISTED, forward, norm, plain
-from tiny import MODELS, lora_config
+from tiny import MODELS, let_transformers_add_adapters, lora_config
 from trl_ext.host.reference import HostedReference
 from trl_ext.reference.weights import ReferenceWeights, identity_facts, identity_of
 from trl_ext.scoring.forward import ScoringOptions, attach_scoring_forward
@@ -205,13 +205,14 @@ def test_the_virtual_tokens_of_a_reference_adapter_change_the_identity(base):
 
 def with_adapter_of_transformers(base, seed=0, **config):
     """Make a plain model with an adapter of transformers."""
-    torch.manual_seed(seed)
     model = base()
+    torch.manual_seed(seed)
     model.add_adapter(lora_config(init_lora_weights=False, **config))
     return model
 
 
-def test_an_adapter_of_transformers_is_part_of_the_model(base):
+def test_an_adapter_of_transformers_is_part_of_the_model(base, monkeypatch):
+    let_transformers_add_adapters(monkeypatch)
     model = with_adapter_of_transformers(base)
     assert identity(model) == identity(with_adapter_of_transformers(base)) != identity(base())
     assert identity(model) != identity(with_adapter_of_transformers(base, seed=1))

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig
 
 import trl_ext
 from reference_runs import logged, trainer, with_values
-from tiny import _SHAPE, _WORD_IDS, lora_config, preferences, word_tokenizer
+from tiny import _SHAPE, _WORD_IDS, let_transformers_add_adapters, lora_config, preferences, word_tokenizer
 from token_counts import counted
 
 
@@ -97,7 +97,8 @@ def test_references_with_other_adapters_of_transformers_have_other_values(worksh
         assert logs[1] == pytest.approx(logs[0], abs=1e-4)
 
 
-def test_an_adapter_of_transformers_is_removed_in_training(workshop, tmp_path):
+def test_an_adapter_of_transformers_is_removed_in_training(workshop, tmp_path, monkeypatch):
+    let_transformers_add_adapters(monkeypatch)
     policy = AutoModelForCausalLM.from_pretrained(workshop.model("untied"))
     policy.add_adapter(lora_config())
     subject = trainer(workshop, tmp_path, policy=policy, precompute_ref_log_probs=True)

@@ -2,7 +2,7 @@
 
     python tests/support/class_support.py [CLASS ...]   # writes class_support.json and the table of docs/supported.md
 
-Without names, it runs every class, which takes minutes.
+Without names, it runs every class, which takes minutes. Run it with the newest release of transformers.
 """
 
 import json
@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
+from packaging.version import Version
 
 if __name__ == "__main__":
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -52,10 +54,28 @@ class ClassSupport:
     reason: str | None = None
 
 
+# Model class -> the release of transformers that changed what follows, and what trl_ext does before it
+EARLIER = dict.fromkeys(
+    ("CodeGenForCausalLM", "GPTJForCausalLM"),
+    ("5.24", ClassSupport(reason="the model's attention does not use transformers' attention interface")),
+)
+
+
 @cache
 def recorded() -> dict[str, tuple[list[str], ClassSupport]]:
     """Return the model types of each class, and what was found when it was last run."""
     return {name: (entry.pop("types"), ClassSupport(**entry)) for name, entry in json.loads(DATA.read_text()).items()}
+
+
+def expected(model_class: str) -> tuple[list[str], ClassSupport]:
+    """Return what was recorded, as it is with the installed release of transformers, which may be an earlier one."""
+    from model_classes import MODEL_TYPES
+
+    installed = [model_type for types in MODEL_TYPES.values() for model_type in types]
+    types, support = recorded()[model_class]
+    release, earlier = EARLIER.get(model_class, ("0", support))
+    is_earlier = Version(transformers.__version__) < Version(release)
+    return [model_type for model_type in types if model_type in installed], earlier if is_earlier else support
 
 
 def support_of(model_class: str) -> ClassSupport:
@@ -168,8 +188,9 @@ def _without_numbers(reason: str) -> str:
 def table() -> str:
     """Return the docs' table of what was recorded: rows of equal results, the largest of each kind first."""
     rows: defaultdict[tuple[int, str], dict[str, str]] = defaultdict(dict)
-    for types, support in recorded().values():
+    for model_class, (types, support) in recorded().items():
         marks = " ¹" * (support.shared == "in equal columns") + " ²" * (support.head == "own code")
+        marks += " ³" * (model_class in EARLIER)
         rows[_row(support)] |= {model_type: f"`{model_type}`{marks}" for model_type in types}
     lines = ["| padding and prompts skipped | model types |\n", "|---|---|\n"]
     for kind, result in sorted(rows, key=lambda row: (row[0], -len(rows[row]), row)):

@@ -102,6 +102,12 @@ _EXCEPTIONS: dict[str, dict[str, Any]] = {
         "layer_types": ["sliding_attention", "heavily_compressed_attention", "compressed_sparse_attention"],
         "moe_topk": 2,
     },
+    "DoryForCausalLM": {
+        "n_input_layers": 1,
+        "n_output_layers": 1,
+        "layer_types": _FULL_AND_SLIDING,
+        "initializer_range": 1.0,  # the model divides weights by it, and a small one magnifies rounding
+    },
     "Dots1ForCausalLM": {"n_shared_experts": 1, "layer_types": _FULL_AND_SLIDING},
     "Dots3NoteForCausalLM": {
         **{"swa_num_attention_heads": 4, "swa_num_key_value_heads": 4, "swa_head_dim": 16},

@@ -8,9 +8,11 @@ import functools
 import random
 from collections import Counter
 from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
@@ -180,6 +182,11 @@ class Workshop:
             torch.manual_seed(4321)
             get_peft_model(base, lora_config()).save_pretrained(path)
         return str(path)
+
+
+def let_transformers_add_adapters(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let transformers add adapters to a model with the installed PEFT. 5.24 asks for 0.22, which is not released."""
+    monkeypatch.setattr("transformers.integrations.peft.MIN_PEFT_VERSION", version("peft"))
 
 
 def lora_config(**changes: Any) -> LoraConfig:

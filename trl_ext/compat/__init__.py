@@ -12,7 +12,7 @@ SUPPORTED = {"trl": SpecifierSet(">=1.15,<2"), "transformers": SpecifierSet(">=5
 # Other versions work too, unless a name in `names.json` has changed
 TESTED = {
     "trl": SpecifierSet(">=1.15,<1.17"),
-    "transformers": SpecifierSet(">=5.17,<5.24"),
+    "transformers": SpecifierSet(">=5.17,<5.25"),
     "torch": SpecifierSet(">=2.11,<2.16"),
     "peft": SpecifierSet(">=0.21,<0.22"),
     "accelerate": SpecifierSet(">=1.15,<1.16"),

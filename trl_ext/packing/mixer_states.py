@@ -13,7 +13,8 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from .attention import index_select_fp32_grad
 
-_CACHE_ARGUMENTS = ("cache_params", "past_key_values")
+# transformers 5.24 has one name for what were two
+CACHE_ARGUMENTS = ("cache", "cache_params", "past_key_values")
 # The rows of the probe, and where it divides them
 _ROWS = 2
 _COLUMNS = 24
@@ -89,7 +90,7 @@ class PrefixStates:
 def cache_argument(mixer: nn.Module) -> str | None:
     """Return the argument of the mixer's forward that takes a cache."""
     names = inspect.signature(type(mixer).forward).parameters
-    return next((name for name in _CACHE_ARGUMENTS if name in names), None)
+    return next((name for name in CACHE_ARGUMENTS if name in names), None)
 
 
 def continues_from_states(run: Any, argument: str | None, hidden: Tensor) -> bool:

@@ -21,7 +21,7 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from .attention import LAYOUT_ARGUMENT, LayoutNotReadError, select_fp32_grad
 from .layout import Layout
 from .mixer_calls import MixerCalls, mixer_calls
-from .mixer_states import PrefixStates, cache_argument, continues_from_states, output_of
+from .mixer_states import CACHE_ARGUMENTS, PrefixStates, cache_argument, continues_from_states, output_of
 from .support import LENDS_FOR, mixers_of, text_backbone_of
 
 _OWN_FORWARD = "_trl_ext_own_forward"
@@ -30,7 +30,7 @@ _LAYERS = "_trl_ext_layers_with_mixers"
 _CONTINUES = "_trl_ext_continues_from_states"
 _NOT_PASSED = "its backbone does not pass its keyword arguments to its layers"
 # Arguments that describe the columns of the packed row, or hold the cache of a generation
-_NOT_OF_ROWS = {"attention_mask", "cache_position", "past_key_values", "cache_params"}
+_NOT_OF_ROWS = {"attention_mask", "cache_position", *CACHE_ARGUMENTS}
 
 
 def accept_layouts_in_mixers(model: Any) -> None:

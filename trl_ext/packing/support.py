@@ -73,9 +73,9 @@ _WITHOUT_MIXER = {"attention", "mlp", "moe"}
 _RELATIVE_ROTATIONS = {"default", "linear", "llama3", "proportional", "yarn"}
 # Rotary embeddings that depend on the length of the batch
 _ROTATIONS_BY_LENGTH = {"dynamic", "longrope"}
-# Model types whose attention depends on more than the distance: they scale queries by position, or apply a norm after
-# the rotation
-_BY_POSITION = {"beam", "hunyuan_v1_dense", "hunyuan_v1_moe"}
+# Model types whose attention depends on more than the distance: they scale queries by position, or apply a norm or a
+# scale of each channel after the rotation
+_BY_POSITION = {"beam", "dory", "hunyuan_v1_dense", "hunyuan_v1_moe"}
 
 
 def padded_reason(model: Any) -> str | None:
