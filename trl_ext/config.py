@@ -17,10 +17,10 @@ from types import MappingProxyType
 from typing import Any, Self
 
 import datasets
-import trl
 
 from .checks.names import refuse_unknown
 from .checks.values import Rule, check_declared, check_dictionaries, check_numbers, check_rules
+from .compat.features import config_of_trl
 from .compat.sampled import sequence_parallelism_hidden
 from .heads.kernels.work import KERNELS
 from .heads.linear_log_probs import HEADS
@@ -251,7 +251,7 @@ class AddedDPOFields(AddedStepFields, AddedStoreFields):
         check_declared(self, AddedDPOFields)
         check_rules(self, _REWARD_RULES)
         super().__post_init__()
-        if isinstance(self, trl.DPOConfig):
+        if isinstance(self, config_of_trl("DPOConfig")):
             check_loss_types(self)
 
 
@@ -314,7 +314,7 @@ def _names_unknown(cls: Any) -> Any:
 
 @_names_unknown
 @dataclass
-class DPOConfig(AddedDPOFields, trl.DPOConfig):
+class DPOConfig(AddedDPOFields, config_of_trl("DPOConfig")):  # type: ignore[misc]
     # docstyle-ignore
     """
     TRL's [`~trl.DPOConfig`] with all its arguments and defaults, and the fields below.
@@ -326,13 +326,13 @@ class DPOConfig(AddedDPOFields, trl.DPOConfig):
 
 @_names_unknown
 @dataclass
-class GRPOConfig(AddedGRPOFields, trl.GRPOConfig):
+class GRPOConfig(AddedGRPOFields, config_of_trl("GRPOConfig")):  # type: ignore[misc]
     # docstyle-ignore
     """
     TRL's [`~trl.GRPOConfig`] with all its arguments and defaults, and the fields below.
     """
 
-    _VALID_DICT_FIELDS = getattr(trl.GRPOConfig, "_VALID_DICT_FIELDS", []) + ["vllm_engine_args"]
+    _VALID_DICT_FIELDS = getattr(config_of_trl("GRPOConfig"), "_VALID_DICT_FIELDS", []) + ["vllm_engine_args"]
 
     def __post_init__(self) -> None:
         with sequence_parallelism_hidden(self):
@@ -341,7 +341,7 @@ class GRPOConfig(AddedGRPOFields, trl.GRPOConfig):
 
 @_names_unknown
 @dataclass
-class SFTConfig(AddedFields, trl.SFTConfig):
+class SFTConfig(AddedFields, config_of_trl("SFTConfig")):  # type: ignore[misc]
     # docstyle-ignore
     """
     TRL's [`~trl.SFTConfig`] with all its arguments and defaults, and the fields below.
@@ -350,7 +350,7 @@ class SFTConfig(AddedFields, trl.SFTConfig):
 
 @_names_unknown
 @dataclass
-class KTOConfig(AddedStoreFields, trl.KTOConfig):
+class KTOConfig(AddedStoreFields, config_of_trl("KTOConfig")):  # type: ignore[misc]
     # docstyle-ignore
     """
     TRL's [`~trl.KTOConfig`] with all its arguments and defaults, and the fields below.
@@ -359,7 +359,7 @@ class KTOConfig(AddedStoreFields, trl.KTOConfig):
 
 @_names_unknown
 @dataclass
-class RLOOConfig(AddedGroupFields, trl.RLOOConfig):
+class RLOOConfig(AddedGroupFields, config_of_trl("RLOOConfig")):  # type: ignore[misc]
     # docstyle-ignore
     """
     TRL's [`~trl.RLOOConfig`] with all its arguments and defaults, and the fields below.

@@ -29,7 +29,7 @@ _LOSSES_OF_ONE_RANK = frozenset(
 )
 
 # TRL's sums of log-probs. Code of the user in its place is for precomputing, and TRL's loss does not call it
-_REFERENCE_SUMS: Any = getattr(trl.DPOTrainer, "compute_ref_log_probs", None)
+_REFERENCE_SUMS: Any = getattr(getattr(trl, "DPOTrainer", None), "compute_ref_log_probs", None)
 
 
 class DPOInternals(ReferenceInternals, Protocol):

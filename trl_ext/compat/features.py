@@ -7,7 +7,9 @@ no feature are needed by the exact head or by `compute_loss`: without them, that
 import warnings
 from dataclasses import dataclass
 from fnmatch import fnmatch
-from functools import cache
+from typing import Any
+
+import trl
 
 from ..version import __version__
 from . import FOUND, MOVED, TESTED
@@ -22,12 +24,14 @@ class Feature:
         without (`str`): what it does then, as a clause.
         names (`dict[str, str]`): its names, by their places in `names.json`; both may hold `*`.
         methods (`str`): methods of ours that give way to TRL's.
+        trainers (`str`): those that have the feature; by default, all.
         is_refused (`bool`): there is no other way, so that asking for the feature is an error.
     """
 
     without: str
     names: dict[str, str]
     methods: str = ""
+    trainers: str = ""
     is_refused: bool = False
 
 
@@ -65,6 +69,7 @@ FEATURES = {
             "transformers.configuration_utils:*": "_experts_implementation _name_or_path",
         },
         methods="_precompute_ref_logps",
+        trainers="DPOTrainer KTOTrainer",
     ),
     "freeing the reference": Feature(
         "keeps a reference model in memory once it has scored all data",
@@ -72,15 +77,18 @@ FEATURES = {
             _TRAINERS: "create_model_from_path hash_module",
             "trl.trainer.utils": "disable_dropout_in_model",
         },
+        trainers="DPOTrainer KTOTrainer",
     ),
     "precomputing under DeepSpeed": Feature(
         "cannot precompute reference log-probs under DeepSpeed",
         {_CLASSES: "_precompute_engine", "trl.models": "prepare_deepspeed"},
+        trainers="DPOTrainer KTOTrainer",
         is_refused=True,
     ),
     "passes without checkpointing": Feature(
         "leaves gradient checkpointing on in passes without a loss",
         {"trl.models.utils": "disable_gradient_checkpointing"},
+        trainers="DPOTrainer KTOTrainer GRPOTrainer RLOOTrainer",
     ),
     "packing": Feature(
         "computes padding and repeated prompts",
@@ -105,8 +113,9 @@ FEATURES = {
         is_refused=True,
     ),
     "sampling mask": Feature(
-        "does not record which tokens the sampler can choose",
+        "does not record which tokens `generate` can choose",
         {"transformers.generation.*": "_get_logits_processor"},
+        trainers="GRPOTrainer",
     ),
     "entropy ties": Feature(
         "compares entropies with TRL's threshold to the last bit",
@@ -142,6 +151,7 @@ FEATURES = {
     "checks of rewards": Feature(
         "does not check what reward functions return",
         {"trl.trainer.utils": "is_async_callable"},
+        trainers="GRPOTrainer RLOOTrainer",
     ),
     "checkpoints": Feature(
         "writes and reads checkpoints as TRL does",
@@ -247,12 +257,15 @@ class Features:
     def __init__(self, trainer: str) -> None:
         self.trainer = trainer
         self.off: dict[str, Moved] = {}
-        for name in _moved_of(trainer):
+        for name in MOVED:
+            if not _concerns(name.place, trainer):
+                continue
             features = features_of(name.place, name.name)
             if not features:
                 raise ImportError(self._line("does not work", name))
             for feature in features:
-                self.off.setdefault(feature, name)
+                if trainer in (FEATURES[feature].trainers or trainer).split():
+                    self.off.setdefault(feature, name)
 
     def warn(self) -> None:
         """Warn of each feature that is off and not refused."""
@@ -303,13 +316,21 @@ def _line(subject: str, without: str, name: Moved) -> str:
 
 def methods_off(trainer: str) -> list[str]:
     """Return the methods of ours that give way to those of TRL's class `trainer`."""
-    off = (feature for name in _moved_of(trainer) for feature in features_of(name.place, name.name))
+    moved = [name for name in MOVED if _concerns(name.place, trainer)]
+    off = (feature for name in moved for feature in features_of(name.place, name.name))
     return [method for feature in dict.fromkeys(off) for method in FEATURES[feature].methods.split()]
 
 
-@cache
-def _moved_of(trainer: str) -> tuple[Moved, ...]:
-    return tuple(name for name in MOVED if _concerns(name.place, trainer))
+def config_of_trl(name: str) -> Any:
+    """Return a config of TRL's. If TRL no longer has it, a class that cannot be built: the other trainers go on."""
+    found = getattr(trl, name, None)
+    if found is not None:
+        return found
+
+    def refuse(cls: type, *_: Any, **__: Any) -> Any:
+        raise ImportError(_line(f"`{name}` of trl_ext", "does not work", Moved("trl", name, f"`trl` has no `{name}`")))
+
+    return type(name, (), {"__new__": refuse})
 
 
 def _concerns(place: str, trainer: str) -> bool:

@@ -148,11 +148,15 @@ def _moved_in(found_versions: Mapping[str, str]) -> list[Moved]:
 
 
 def _fingerprint(found_versions: Mapping[str, str]) -> str:
-    """Return a hash of the versions, of TRL's and transformers' file sizes and times, and of the list of names."""
-    facts: list[Any] = [dict(found_versions), NAMES]
-    for package, pattern in (("trl", "**/*.py"), ("transformers", "*.py")):
-        spec = find_spec(package)
+    """Return a hash of the versions, of the list of names, and of sizes and times of the files that have them."""
+    facts: list[Any] = [__version__, dict(found_versions), NAMES]
+    paths = {Path(__file__)}
+    for place in NAMES:
+        package, *modules = place.partition(":")[0].split(".")
+        spec = find_spec(package) if package in found_versions else None
         for folder in (spec and spec.submodule_search_locations) or ():
-            stats = {str(path): path.stat() for path in Path(folder).glob(pattern)}
-            facts.append(sorted((path, stat.st_size, stat.st_mtime_ns) for path, stat in stats.items()))
+            path = Path(folder, *modules)
+            paths |= {path.with_suffix(".py"), path / "__init__.py"}
+    stats = {str(path): path.stat() for path in paths if path.exists()}
+    facts.append(sorted((path, stat.st_size, stat.st_mtime_ns) for path, stat in stats.items()))
     return hashlib.blake2b(repr(facts).encode(), digest_size=8).hexdigest()

@@ -1,7 +1,7 @@
 """Replaces names of TRL for the duration of a `with` block, such as a call of TRL's `__init__`."""
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from itertools import chain, repeat
@@ -36,22 +36,22 @@ def replaced(owner: Any, **values: Any) -> Iterator[None]:
                 setattr(owner, name, value)
 
 
-# The names that may be replaced in each trainer's module
+# Class -> the names of its module that may be replaced
 _OFFLOADING = "get_act_offloading_ctx_manager"
 _OF_ALL = ("add_fused_lm_head", "BaseTunerLayer", "get_peft_model", "is_peft_model")
-REPLACED: dict[type, tuple[str, ...]] = {
-    trl.SFTTrainer: (*_OF_ALL, _OFFLOADING),
-    trl.DPOTrainer: (*_OF_ALL, _OFFLOADING, "create_model_from_path", "hash_module"),
-    trl.KTOTrainer: (*_OF_ALL, _OFFLOADING, "create_model_from_path", "hash_module", "use_adapter"),
-    trl.GRPOTrainer: (*_OF_ALL, "gather", "gather_object", "shuffle_sequence_dict", "use_adapter", "VLLMGeneration"),
-    trl.RLOOTrainer: (*_OF_ALL, "shuffle_sequence_dict", "use_adapter"),
-    transformers.Trainer: ("rotate_checkpoints",),
+REPLACED: dict[str, tuple[str, ...]] = {
+    "SFTTrainer": (*_OF_ALL, _OFFLOADING),
+    "DPOTrainer": (*_OF_ALL, _OFFLOADING, "create_model_from_path", "hash_module"),
+    "KTOTrainer": (*_OF_ALL, _OFFLOADING, "create_model_from_path", "hash_module", "use_adapter"),
+    "GRPOTrainer": (*_OF_ALL, "gather", "gather_object", "shuffle_sequence_dict", "use_adapter", "VLLMGeneration"),
+    "RLOOTrainer": (*_OF_ALL, "shuffle_sequence_dict", "use_adapter"),
+    "Trainer": ("rotate_checkpoints",),
 }
 
 
 def names_replaced(trainer_class: type, **names: Any) -> AbstractContextManager[None]:
     """Replace `names` of a trainer's module, which `REPLACED` must list, in the `with` block."""
-    assert names.keys() <= set(REPLACED[trainer_class]), names.keys()
+    assert names.keys() <= set(REPLACED[trainer_class.__name__]), names.keys()
     return replaced(module_of(trainer_class), **names)
 
 
@@ -100,7 +100,7 @@ def built_with(
     offloading: Callable[..., Any],
     *,
     copies: bool,
-    adapters_are_off: bool = False,
+    off: Collection[str] = (),
     **others: Any,
 ) -> Iterator[None]:
     """Make `trainer_class.__init__` attach each model's scoring head with `attach(model, **options)` in the block.
@@ -113,18 +113,18 @@ def built_with(
         make_adapter (`Callable`): called with PEFT's `get_peft_model` and its arguments.
         offloading (`Callable`): called with `model`, returns the context of `activation_offloading`.
         copies (`bool`): whether TRL may copy an adapter as the reference.
-        adapters_are_off (`bool`): there is none, so that what TRL calls for adapters stays.
+        off (`Collection[str]`): features of `features.py` that are off, so that what TRL calls for them stays.
         others (`Any`): replacements for further names of the module.
     """
     module = module_of(trainer_class)
     names = {"add_fused_lm_head": attach, **others}
-    if adapters_are_off:
+    if "adapters" in off:
         copies = True
     else:
         names["get_peft_model"] = partial(make_adapter, module.get_peft_model)
-    if not (adapters_are_off or getattr(config, "cast_lm_head_to_fp32", False) or getattr(config, "use_vllm", False)):
-        names["BaseTunerLayer"] = _NoAdapter
-    if hasattr(module, _OFFLOADING):
+        if not (getattr(config, "cast_lm_head_to_fp32", False) or getattr(config, "use_vllm", False)):
+            names["BaseTunerLayer"] = _NoAdapter
+    if hasattr(module, _OFFLOADING) and "activation offloading" not in off:
         names[_OFFLOADING] = offloading
     if not copies:  # TRL copies an adapter if its first call of `is_peft_model` returns True
         answers = chain([lambda model: False], repeat(module.is_peft_model))

@@ -515,7 +515,7 @@ def without_passes(trainer: SampledInternals) -> Generation:
 
 
 def shuffled_then(
-    rearrange: Callable[[dict[str, Any]], dict[str, Any]], trainer_class: type = trl.GRPOTrainer
+    rearrange: Callable[[dict[str, Any]], dict[str, Any]], trainer_class: type
 ) -> AbstractContextManager[None]:
     shuffle = module_of(trainer_class).shuffle_sequence_dict
     return names_replaced(trainer_class, shuffle_sequence_dict=lambda batch: rearrange(shuffle(batch)))

@@ -104,6 +104,7 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
     _splits_rows = True  # whether we split the tokens of a row over ranks; `SFTTrainer` leaves it to TRL
     _evaluated = "eval"  # the prefix of metrics in the evaluation that is to be logged
     _first_step_ran = False
+    _first_step_checked = False  # whether it called our methods
     _loss_reached = False  # whether our `compute_loss` ran
     _bypasses_loss = False  # whether the first training step did not run our `compute_loss`
     _step_begins = False  # whether the next micro-batch is the first of an optimizer step
@@ -125,7 +126,7 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
         cls._tag_names = [*getattr(trls, "_tag_names", ()), "trl_ext"]
         for method in methods_off(trls.__name__):
             if hasattr(trls, method):
-                setattr(cls, method, getattr(trls, method))
+                setattr(cls, method, _after_ours(method))
 
         @functools.wraps(trls.__init__)
         def init(self: Any, *positional: Any, **keywords: Any) -> None:
@@ -166,6 +167,7 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
         """Raise `ImportError` if the user asks for a feature that is off, and for which TRL has no other way."""
         models = (arguments.get("model"), arguments.get("ref_model"))
         asked = {
+            "packing": getattr(config, "padding_free", None) is True,
             "adapters": arguments.get("peft_config") is not None or any(isinstance(x, PeftModel) for x in models),
             "vLLM": getattr(config, "use_vllm", False),
             "moving reference": getattr(config, "sync_ref_model", False),
@@ -209,7 +211,7 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
                 make_adapter,
                 self._activations_on_host,
                 copies=copies,
-                adapters_are_off=self._features.why_off("adapters") is not None,
+                off=self._features.off,
                 **replacements,
             ):
                 yield
@@ -510,6 +512,8 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
         self._facts_of_ranks = {}
         self._randomness_of_ranks = None
         self._agree()
+        if resume_from_checkpoint and getattr(self._added, "dynamic_sampling", False):
+            self._features.require("checkpoints", "cannot resume with `dynamic_sampling`")
         self._before_training()
         if not any(param.requires_grad for param in self.model.parameters()):
             hint = "Set it on those to train."
@@ -616,17 +620,31 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
             self._loss_bypassed()
         return loss
 
+    def _note_call(self, method: str) -> None:
+        """Note that a training step has called a method of ours."""
+        if self.model.training and not self._first_step_checked:
+            self._methods_called.add(method)
+
     def check_methods_called(self) -> None:
-        """Raise `RuntimeError` if the first step has not called a method of ours. A user's override may be why.
+        """Raise `RuntimeError` if the first step has not called a method of ours, and no override of a user is why.
 
         A TRL in which such a method has another name would train without what ours adds.
         """
-        missing = [x for x in self._methods_of_step if x not in self._methods_called]
-        if missing and overrides(self, *STEP, *LOSS, "get_batch_samples") is None:
-            raise RuntimeError(
-                f"The first step did not call `{type(self).__name__}.{missing[0]}`, so it lacks what trl_ext adds to "
-                f"TRL there. Install a tested version of TRL and transformers (`trl-ext doctor` names them)."
-            )
+        self._first_step_checked = True
+        for method in self._methods_of_step:
+            if method not in self._methods_called and not self._may_be_bypassed(method):
+                raise RuntimeError(
+                    f"The first step did not call `{type(self).__name__}.{method}`, so it lacks what trl_ext adds to "
+                    "TRL there. Install tested versions of TRL and transformers (`trl-ext doctor` names them)."
+                )
+
+    def _may_be_bypassed(self, method: str) -> bool:
+        """Whether code of the user may be why a training step does not call a method of ours."""
+        if overrides(self, method) is not None:
+            return True
+        if method == "_compute_loss" and "compute_loss" in self._methods_called:
+            return overrides_below(self, "compute_loss") is not None
+        return overrides(self, "training_step", "compute_loss") is not None
 
     def _loss_name(self) -> str:
         return f"`{type(self).__name__}.compute_loss`"
@@ -651,7 +669,7 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
 
     def _loss_begins(self, batch: dict[str, Any]) -> None:
         """Called first by each `compute_loss`. Hooks of users may have come since the step began."""
-        self._methods_called.add("compute_loss")
+        self._note_call("compute_loss")
         self._loss_reached = True
         hooks_have_come = self._scorer.look_for_hooks(self.model_wrapped)
         # Several ranks agree on a plan for a hook when the next step begins
@@ -791,6 +809,15 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
         if self._ranks.tensor_parallel is not None:
             total //= super().get_tp_size()
         return total if self._ranks.sequence is None else total // self.accelerator.parallelism_config.sp_size
+
+
+def _after_ours(method: str) -> Callable[..., Any]:
+    """Return a method that runs TRL's, or that of a user's class between ours and TRL's."""
+
+    def run(self: Any, *positional: Any, **keywords: Any) -> Any:
+        return getattr(super(ExactTrainer, self), method)(*positional, **keywords)
+
+    return run
 
 
 def _comparable(value: Any) -> Any:

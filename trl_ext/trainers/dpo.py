@@ -176,7 +176,7 @@ class DPOTrainer(ExactTrainer, trl.DPOTrainer):
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any], return_outputs: bool) -> Any:
         """Return the loss of 2B rows, which an override may have changed: both models score them as they are."""
-        self._methods_called.add("_compute_loss")
+        self._note_call("_compute_loss")
         if "_compute_loss" in self._overridden_below:
             return self._loss_of_override(model, inputs, return_outputs)
 

@@ -191,7 +191,7 @@ class GRPOTrainer(ExactTrainer, trl.GRPOTrainer):
             yield
 
     def _prepare_inputs(self, generation_batch: Any) -> dict[str, Any]:
-        self._methods_called.add("_prepare_inputs")
+        self._note_call("_prepare_inputs")
         if not self.model.training:
             return super()._prepare_inputs(generation_batch)
         generates = self._buffer.mid_cycle_slices() is None

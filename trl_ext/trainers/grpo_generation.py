@@ -82,7 +82,7 @@ class GRPOGeneration:
         self._fills_buffer = True
         try:
             is_fixed = self.trainer._features.why_off("balance") is not None
-            with nullcontext() if is_fixed else internals.shuffled_then(self.reorder):
+            with nullcontext() if is_fixed else internals.shuffled_then(self.reorder, self.trainer._trl_trainer):
                 yield
         finally:
             self._fills_buffer = False

@@ -145,7 +145,7 @@ class KTOTrainer(ExactTrainer, trl.KTOTrainer):
 
         The policy's passes are left to TRL's loss, because nothing of ours reads their scores before it.
         """
-        self._methods_called.add("_compute_loss")
+        self._note_call("_compute_loss")
         if self._source.is_run_by_trl:
             with reference_run_by_trl(self._reference_weights.entered):
                 return super()._compute_loss(model, inputs, return_outputs)

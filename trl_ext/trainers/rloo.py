@@ -117,7 +117,7 @@ class RLOOTrainer(ExactTrainer, trl.RLOOTrainer):
         return super().get_batch_samples(*positional, **keywords)
 
     def _prepare_inputs(self, generation_batch: Any) -> Any:
-        self._methods_called.add("_prepare_inputs")
+        self._note_call("_prepare_inputs")
         is_fixed = self._features.why_off("balance") is not None
         with nullcontext() if is_fixed else internals.shuffled_then(self._reorder, trl.RLOOTrainer):
             batch = super()._prepare_inputs(generation_batch)
