@@ -115,7 +115,9 @@ MUTATIONS: dict[str, Mutation] = {
     mutation.id: mutation
     for mutation in (
         *_of_trl("exact head", "add_fused_lm_head FusedCausalLMOutput"),
-        *_of_trl("loss", "_compute_loss self._metrics@grpo self.loss_types@dpo 'completion_mask'@dpo"),
+        *_of_trl(
+            "loss", "_compute_loss self._metrics@grpo self.loss_types@dpo self.loss_weights@dpo 'completion_mask'@dpo"
+        ),
         Mutation("compute_loss", "loss", libraries=("trl", "transformers")),
         Mutation("training_step", "loss", libraries=("trl", "transformers")),
         *_of_trl("log-prob pass", "_get_per_token_logps_and_entropies"),
@@ -135,7 +137,7 @@ MUTATIONS: dict[str, Mutation] = {
         *_of_trl("reference", "compute_ref_log_probs 'ref_chosen_logps'"),
         *_of_trl("store", "_precompute_ref_logps hash_module create_model_from_path disable_dropout_in_model"),
         *_of_trl("adapters", "BaseTunerLayer@dpo get_peft_model@kto is_peft_model@dpo use_adapter@grpo", _WITH_ADAPTER),
-        *_of_trl("own losses", "self.loss_weights@dpo self.label_smoothing@dpo self.f_divergence_type@dpo"),
+        *_of_trl("own losses", "self.label_smoothing@dpo self.f_divergence_type@dpo"),
         *_of_trl("metrics", "_total_train_tokens _tag_names"),
         *_of_trl("vLLM", "_start_weight_update VLLMClient VLLMGeneration"),
         *_of_trl("offloading", "get_act_offloading_ctx_manager"),
