@@ -372,6 +372,12 @@ def failures(copy: Copy, result: Result) -> list[str]:
     return wrong
 
 
+def other_results(result: Result) -> list[str]:
+    """Return a line for each run with another result than stock TRL or, for what TRL does not have, than today."""
+    wrong = [f"{name}: {'; '.join(run['wrong'][:3])}" for name, run in result.runs.items() if run["wrong"]]
+    return [f"the process ended: {result.crash}"] if result.crash else wrong
+
+
 def trainer_of(name: str) -> str:
     return RUNS[name].case.trainer if name in RUNS else "command line"
 
@@ -846,7 +852,8 @@ def table(folder: Path, names: list[str], *, keeps_version: bool = False) -> int
             mutation = MUTATIONS[name]
             began = time.monotonic()
             copy, result = bench.train(mutation, keeps_version=keeps_version, commands=commands_for(mutation))
-            wrong = failures(copy, result)
+            # If nothing notices the change, any error will do
+            wrong = other_results(result) if keeps_version else failures(copy, result)
             failed += bool(wrong)
             outcomes: dict[str, list[str]] = {}
             for run in result.runs:
