@@ -8,8 +8,6 @@ from itertools import chain, repeat
 from typing import Any
 
 import torch
-import transformers
-import trl
 
 _ABSENT = object()
 
