@@ -86,6 +86,8 @@ def run(
     logging.getLogger("trl_ext").addHandler(handler)
     cfg = load_cfg(DictDefault(config | ({"plugins": plugins} if plugins else {})))
     cfg.bf16 = bf16  # axolotl refuses it on a CPU
+    if "RANK" in os.environ:
+        cfg.device_map = None  # axolotl gives each rank a GPU
     pairs = [json.loads(line) for line in (DEMO / "data" / "dpo" / "train.jsonl").read_text().splitlines()]
     set_seed(0)
     trainer = setup_model_and_trainer(
@@ -124,7 +126,11 @@ def run(
 if __name__ == "__main__":  # on each rank: FOLDER PLUGIN
     sys.modules["axolotl_runs"] = sys.modules["__main__"]
     of_rank = run(
-        Path(sys.argv[1]), LORA | {"micro_batch_size": 2, "eval_steps": 3}, plugin=sys.argv[2] == "plugin", eval_rows=5
+        Path(sys.argv[1]),
+        LORA | {"micro_batch_size": 2, "eval_steps": 3},
+        plugin=sys.argv[2] == "plugin",
+        arguments={"use_cpu": True},
+        eval_rows=5,
     )
     if of_rank["trainer"].accelerator.is_main_process:
         assert type(of_rank["trainer"].model_wrapped).__name__ == "DistributedDataParallel"

@@ -23,10 +23,14 @@ def run(folder: Path, options: dict[str, Any], **others: Any) -> dict[str, Any]:
 def assert_equal(ours: dict[str, Any], axolotls: dict[str, Any], tolerance: float) -> None:
     assert len(ours["log"]) == len(axolotls["log"])
     for entry, expected in zip(ours["log"], axolotls["log"], strict=True):
+        margin = expected.get("rewards/margins", expected.get("eval_rewards/margins"))
+        if margin is not None and abs(margin) < 1e-6:
+            # The policy still is the reference: rounding decides which of two equal rewards is larger
+            entry, expected = ({k: v for k, v in x.items() if "accuracies" not in k} for x in (entry, expected))
         assert entry == pytest.approx(expected, abs=tolerance, rel=tolerance)
     assert ours["weights"].keys() == axolotls["weights"].keys()
-    difference = max(float((x - axolotls["weights"][name]).abs().max()) for name, x in ours["weights"].items())
-    assert difference <= tolerance
+    for name, weight in ours["weights"].items():
+        assert (weight - axolotls["weights"][name]).abs().max() <= tolerance
     assert axolotls["moved"] > 1e-3
 
 
@@ -58,17 +62,30 @@ def test_training_equals_axolotls(options: dict[str, Any], tmp_path: Path) -> No
     assert ours["tokens"] < 0.9 * axolotls["tokens"]
 
 
+def test_qlora_trains_as_axolotls(tmp_path: Path) -> None:
+    """Its adapter is in bf16, whose rounding moves weights by more than 1e-5."""
+    options = LORA | {"adapter": "qlora", "load_in_4bit": True}
+    axolotls, ours = (run(tmp_path, options, plugin=plugin) for plugin in (False, True))
+    assert ours["lines"] == []
+    assert_equal(ours | {"weights": {}}, axolotls | {"weights": {}}, 1e-3)
+    assert ours["tokens"] < 0.9 * axolotls["tokens"]
+
+
 @pytest.mark.parametrize(
     ("options", "arguments", "reason"),
     [
         ({"rl": "ipo"}, {}, "it covers `rl: dpo`, and this is `rl: ipo`"),
         ({"dpo_loss_type": ["hinge"]}, {}, "it covers `loss_type=['sigmoid']`, and this is ['hinge']"),
-        ({"dpo_loss_weights": [0.5]}, {}, "it covers `loss_weights=[1.0]`, and this is [0.5]"),
+        (
+            {"dpo_loss_type": ["sigmoid"], "dpo_loss_weights": [0.5]},
+            {},
+            "it covers `loss_weights=[1.0]`, and this is [0.5]",
+        ),
         ({"dpo_use_weighting": True}, {}, "it covers `use_weighting=False`, and this is True"),
         ({}, {"f_divergence_type": "js_divergence"}, "it covers `f_divergence_type='reverse_kl'`, and this is 'js_div"),
         ({}, {"ld_alpha": 0.5}, "it covers `ld_alpha=None`, and this is 0.5"),
         ({}, {"sync_ref_model": True, "ref_model_sync_steps": 1}, "it covers `sync_ref_model=False`, and this is True"),
-        ({"neftune_noise_alpha": 5}, {}, "passes in training draw at random: `neftune_noise_alpha` adds noise"),
+        ({}, {"neftune_noise_alpha": 5.0}, "passes in training draw at random: `neftune_noise_alpha` adds noise"),
         (LORA | {"lora_dropout": 0.5}, {"disable_dropout": False}, "passes in training draw at random: dropout"),
         (LORA, {"bias": "all"}, "training changes `"),
     ],
@@ -111,36 +128,27 @@ def with_biases(folder: Path) -> Path:
 
 @pytest.mark.parametrize("options", [{}, LORA], ids=["full", "lora"])
 def test_bf16_runs_under_autocast(options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from transformers.models.llama.modeling_llama import LlamaMLP
+    from trl_ext import core
 
-    from trl_ext import axolotl
-
+    score = core.score
     dtypes: list[torch.dtype] = []
-    forward = LlamaMLP.forward
 
-    def spy(module: Any, hidden: Any) -> Any:
-        output = forward(module, hidden)
-        dtypes.append(output.dtype)
-        return output
-
-    scored: list[torch.dtype] = []
-    score = axolotl.core.score
-
-    def score_spy(*args: Any, **kwargs: Any) -> Any:
-        dtypes.clear()
-        scores = score(*args, **kwargs)
-        scored.append(scores.log_probs.dtype)
+    def with_dtypes(model: Any, *args: Any, **kwargs: Any) -> Any:
+        (mlp, *_) = (x for x in model.modules() if type(x).__name__ == "LlamaMLP")
+        hook = mlp.register_forward_hook(lambda _, args, output: dtypes.append(output.dtype))
+        scores = score(model, *args, **kwargs)
+        hook.remove()
         assert set(dtypes) == {torch.bfloat16}
+        assert scores.log_probs.dtype == torch.float32
         return scores
 
-    axolotls = run(tmp_path, options, plugin=False, bf16=True)
-    monkeypatch.setattr(LlamaMLP, "forward", spy)
-    monkeypatch.setattr(axolotl.core, "score", score_spy)
-    ours = run(tmp_path, options, plugin=True, bf16=True)
+    axolotls = run(tmp_path, options, plugin=False, bf16=True, arguments={"use_cpu": True})
+    monkeypatch.setattr(core, "score", with_dtypes)
+    ours = run(tmp_path, options, plugin=True, bf16=True, arguments={"use_cpu": True})
     assert ours["lines"] == []
-    assert set(scored) == {torch.float32}
+    assert dtypes
     losses, expected = ([x["loss"] for x in done["log"] if "loss" in x] for done in (ours, axolotls))
-    assert losses == pytest.approx(expected, abs=2e-2)  # rounding of bf16, which moves sums of log-probs by up to 0.2
+    assert losses == pytest.approx(expected, abs=2e-2)  # axolotl's log-probs come from logits that bf16 rounds
 
 
 def test_two_ranks_train_as_axolotls(tmp_path: Path) -> None:
