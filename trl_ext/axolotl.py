@@ -32,6 +32,8 @@ logger = get_logger(__name__)
 _TRL = SpecifierSet("==1.9.*")
 # What TRL's collator returns for text. Another collator's keys may change the model's output
 _KEYS = {"input_ids", "attention_mask", "completion_mask", "ref_chosen_logps", "ref_rejected_logps"}
+# Keys of axolotl's config that split sequences, layers or weights over GPUs
+_SPLITS = ("context_parallel_size", "sequence_parallel_degree", "tensor_parallel_size", "dp_shard_size")
 _ENGINES = {DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU}
 
 
@@ -42,11 +44,14 @@ class TrlExtPlugin(BasePlugin):
         """Choose the trainer."""
         # Not `get_trainer_cls`: for RL, axolotl builds the class that it returns without a model
         ours = f"{__name__}.{ExactDPOTrainer.__name__}"
+        split = next((name for name in _SPLITS if (cfg.get(name) or 1) != 1), None)
         reason = None
         if cfg.get("rl") != "dpo":
             reason = f"it covers `rl: dpo`, and this is {_setting(cfg, 'rl')}"
         elif cfg.get("trainer_cls") not in (None, ours):
             reason = f"{_setting(cfg, 'trainer_cls')} is set"
+        elif split is not None:
+            reason = f"it was not tried with {_setting(cfg, split)}"
         elif trl.__version__ not in _TRL:
             reason = f"it covers the DPO loss of trl{_TRL}, and this is trl {trl.__version__}"
         if reason is None:
@@ -80,9 +85,11 @@ class ExactDPOTrainer(AxolotlDPOTrainer):  # type: ignore[misc]
             self._attach(self.ref_model)  # which TRL may have loaded
         if self.uncovered_reason is not None:
             _log_handed_over(self.uncovered_reason)
+        elif self.precompute_ref_logps:
+            pass  # batches have its log-probs
         elif self.ref_model is not None:
             self._reference = core.Reference(self.ref_model, self.accelerator)
-        elif not self.precompute_ref_logps:
+        else:
             self._reference = core.Reference(self.model, self.accelerator, within=self.model.disable_adapter)
 
     def _attach(self, model: nn.Module | None) -> None:
@@ -148,7 +155,11 @@ class ExactDPOTrainer(AxolotlDPOTrainer):  # type: ignore[misc]
         return None if trained is None else f"training changes `{trained[0]}`, which the reference reads"
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any], return_outputs: bool) -> Any:
-        if self.uncovered_reason is not None or return_outputs or inputs.keys() - _KEYS:
+        unknown = inputs.keys() - _KEYS
+        if unknown and self.uncovered_reason is None:
+            self.uncovered_reason = f"batches have `{min(unknown)}`, which only the model may know"
+            _log_handed_over(self.uncovered_reason)
+        if self.uncovered_reason is not None or return_outputs:  # the outputs have logits
             return super()._compute_loss(model, inputs, return_outputs)
         batch = {
             "input_ids": inputs["input_ids"],

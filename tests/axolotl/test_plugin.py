@@ -43,13 +43,14 @@ def assert_equal(ours: dict[str, Any], axolotls: dict[str, Any], tolerance: floa
         LORA | {"gradient_checkpointing": True, "gradient_accumulation_steps": 2, "micro_batch_size": 2},
         LORA | {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}},
         LORA | {"rl_adapter_ref_model": True},
+        {"precompute_ref_log_probs": True},
         LORA | {"precompute_ref_log_probs": True},
         LORA | {"lora_target_modules": ["q_proj", "lm_head"], "lora_target_linear": False},
         LORA | {"rl_beta": 0.5, "dpo_label_smoothing": 0.1, "dpo_padding_free": True},
     ],
     ids=[
         *("full", "lora", "full-checkpointing", "lora-checkpointing-accumulation", "lora-reentrant"),
-        *("lora-reference-model", "lora-precomputed", "lora-head", "lora-ignored-options"),
+        *("lora-reference-model", "full-precomputed", "lora-precomputed", "lora-head", "lora-ignored-options"),
     ],
 )
 def test_training_equals_axolotls(options: dict[str, Any], tmp_path: Path) -> None:
@@ -112,6 +113,31 @@ def test_axolotl_trains_what_is_not_covered(
     assert ours["log"] == axolotls["log"]
     assert ours["tokens"] == axolotls["tokens"]
     assert all(torch.equal(x, axolotls["weights"][name]) for name, x in ours["weights"].items())
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        ({"rl": "dpo"}, None),
+        ({"rl": "dpo", "context_parallel_size": 1, "trainer_cls": "trl_ext.axolotl.ExactDPOTrainer"}, None),
+        ({}, "it covers `rl: dpo`, and this is `rl: None`"),
+        ({"rl": "dpo", "trainer_cls": "mine.Trainer"}, "`trainer_cls: mine.Trainer` is set"),
+        ({"rl": "dpo", "context_parallel_size": 2}, "it was not tried with `context_parallel_size: 2`"),
+        ({"rl": "dpo", "trl": "1.10.0"}, "it covers the DPO loss of trl==1.9.*, and this is trl 1.10.0"),
+    ],
+)
+def test_the_plugin_chooses_the_trainer(
+    config: dict[str, Any], reason: str | None, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from trl_ext import axolotl
+
+    config = dict(config)
+    monkeypatch.setattr(axolotl.trl, "__version__", config.pop("trl", "1.9.0"))
+    trainer_cls = config.get("trainer_cls")
+    axolotl.TrlExtPlugin().register(config)
+    assert config.get("trainer_cls") == (trainer_cls if reason else "trl_ext.axolotl.ExactDPOTrainer")
+    lines = [f"trl_ext is off, and axolotl trains as without it: {reason}."] if reason else []
+    assert caplog.messages == lines
 
 
 def with_biases(folder: Path) -> Path:
