@@ -8,7 +8,7 @@ TRL_1_15 := .venv-trl-1.15/bin/python
 TORCH_NEWEST := .venv-torch-newest/bin/python
 PYTEST := $(PYTHON) -m pytest -n 2
 
-.PHONY: demo demo-check demo-short smoke t test test-all fuzz same-bits test-part test-torch-newest test-nightly test-sampler try-trl lint types bench bench-training bench-passes bench-packing bench-balance bench-curves bench-plan bench-gpu bench-gpu-head bench-gpu-training bench-report docs dist dist-check wheels clean
+.PHONY: demo demo-check demo-short smoke t test test-all fuzz same-bits test-part test-torch-newest test-nightly test-sampler test-axolotl try-trl lint types bench bench-training bench-passes bench-packing bench-balance bench-curves bench-plan bench-gpu bench-gpu-head bench-gpu-training bench-report docs dist dist-check wheels clean
 
 # torch goes first, by its pin: any other order may fetch another build of it
 $(VENV_FOLDER)/installed: pyproject.toml constraints.txt
@@ -124,6 +124,24 @@ test-sampler: $(SAMPLER)/installed
 	$(SAMPLER)/bin/python -m pip install --quiet --no-deps --upgrade --target build/sampler .
 	PYTHONPATH=$(CURDIR):build/sampler TORCHINDUCTOR_CACHE_DIR=$(SAMPLER)/inductor \
 	    $(SAMPLER)/bin/python -m pytest -n 2 --dist loadgroup $(SAMPLED)
+
+# The plugin under axolotl, with its pins of TRL, transformers, PEFT and Accelerate. axolotl itself comes without its
+# dependencies, of which many need CUDA; PINS_AXOLOTL has those that it imports here
+PINS_AXOLOTL := tests/axolotl/requirements.txt
+AXOLOTL := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/trl_ext/axolotl-$(shell cksum < $(PINS_AXOLOTL) | cut -d' ' -f1)
+$(AXOLOTL)/installed:
+	@echo "Making $(AXOLOTL) and installing axolotl into it; this takes some minutes"
+	python3 -m venv $(AXOLOTL)
+	$(AXOLOTL)/bin/python -m pip install --quiet $(TORCH)
+	$(AXOLOTL)/bin/python -m pip install --quiet --requirement $(PINS_AXOLOTL)
+	$(AXOLOTL)/bin/python -m pip install --quiet --no-deps $$(sed -n 's/^# no-deps: //p' $(PINS_AXOLOTL))
+	touch $@
+
+# Also the core, on the oldest transformers that it supports. Two of its tests are about the TRL of the trainers
+test-axolotl: $(AXOLOTL)/installed
+	PYTHONPATH=$(CURDIR) $(AXOLOTL)/bin/python -m pytest -n 2 tests/axolotl tests/core \
+	    --deselect tests/core/test_core.py::test_the_trainers_say_that_they_need_trl \
+	    --deselect tests/core/test_core.py::test_the_output_has_each_field_of_trls
 
 # The launch matrix on 3 and 4 processes
 test-nightly: $(VENV)

@@ -19,6 +19,7 @@ MAY_IMPORT = {
     "distributed": set(),
     "scoring": {"heads", "packing", "distributed"},
     "core": {"distributed", "packing", "reference", "scoring"},
+    "axolotl": {"core", "packing", "reference"},
     "host": set(),
     "fit": {"heads", "packing", "scoring", "host", "planning", "losses"},
     "planning": {"losses"},

@@ -22,7 +22,10 @@ ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 README = (ROOT / "README.md").read_text()
 EXTRAS = PROJECT["project"]["optional-dependencies"]
-DEPENDENCIES = [*PROJECT["project"]["dependencies"], *EXTRAS["trl"]]
+OF_TRAINERS = {Requirement(x).name for x in EXTRAS["trl"]}
+# The extra's range of a package is within that of the package without it
+DEPENDENCIES = [x for x in PROJECT["project"]["dependencies"] if Requirement(x).name not in OF_TRAINERS]
+DEPENDENCIES += EXTRAS["trl"]
 RANGES = dict(re.findall(r"([a-z]+)(\S*)", " ".join(DEPENDENCIES)))
 
 

@@ -59,8 +59,8 @@ def test_the_reviewed_dependencies_are_those_of_the_package():
     rows = re.findall(r"^\| ([a-z]+) \| ([^|]+) \| ([^|]+) \|", review, re.MULTILINE)
     reviewed = {name: spec.strip().replace(", ", ",").replace("any", "") for name, spec, _ in rows if name != "package"}
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    dependencies = [*project["dependencies"], *project["optional-dependencies"]["trl"]]
-    wanted = dict(re.fullmatch(r"([a-z]+)(.*)", x).groups() for x in dependencies)
+    requirements = [*project["optional-dependencies"]["trl"], *project["dependencies"]]
+    wanted = dict(re.fullmatch(r"([a-z]+)(.*)", x).groups() for x in requirements)
     assert reviewed == wanted
     pins = dict(re.findall(r"^([a-z]+)==(.+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE))
     assert {name: pin.strip() for name, _, pin in rows if pin.strip() not in ("-", "pinned for tests")} == {
