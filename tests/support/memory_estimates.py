@@ -121,7 +121,7 @@ def estimated_and_measured(name: str, folder: Path) -> tuple[int, int]:
     """Return the peak bytes of a case's training: those of `estimate`, and those in the allocator's records."""
     bytes_of_step = estimated(name, folder)
     trainer: Any = build(CASES[name][0], parsed(name, folder))
-    models = [trainer.model, *([] if trainer.ref_model is None else [trainer.ref_model])]
+    models = [x for x in (trainer.model, getattr(trainer, "ref_model", None)) if x is not None]
     weights = [x for model in models for x in (*model.parameters(), *model.buffers())]
     held = sum(x.nbytes for x in (*weights, *[y for x in weights for y in _scales(x)]))
     return bytes_of_step, held + peak_bytes(trainer.train)

@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from fnmatch import fnmatch
 from typing import Any
 
-import trl
-
 from ..version import __version__
 from . import FOUND, MOVED, TESTED
 from .moved import Moved
@@ -323,6 +321,8 @@ def methods_off(trainer: str) -> list[str]:
 
 def config_of_trl(name: str) -> Any:
     """Return a config of TRL's. If TRL no longer has it, a class that cannot be built: the other trainers go on."""
+    import trl  # here, because the command line asks for features before it imports a library
+
     found = getattr(trl, name, None)
     if found is not None:
         return found
