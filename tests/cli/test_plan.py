@@ -382,8 +382,23 @@ def _of_budgets() -> Space:
     )
 
 
+def _of_groups() -> Space:
+    """Groups of unequal length, of which a larger micro-batch has parts."""
+    setting = Setting("one_process", checkpointing=False)
+    return Space(
+        most_rows=1024,
+        given_option=Option(setting=setting, batch=4, accumulation=3, generation=3),
+        lengths=Lengths(np.array([1, 1]), np.array([[1], [4]]), group=4, shares=False, kept_together=False),
+        settings=(setting,),
+        changes_batch=True,
+        changes_budget=False,
+        joined_batches=1,
+    )
+
+
 @settings(deadline=None)
 @example(_of_budgets(), 2834)
+@example(_of_groups(), 0)
 @given(spaces(), st.integers(0, 200_000))
 def test_a_search_keeps_what_is_given_and_finds_the_largest_that_fits(space: Space, bound: int):
     lengths, peak_of, ladders = space.lengths, peak_by_tokens(space), [*space.ladders()]

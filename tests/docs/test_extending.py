@@ -48,7 +48,7 @@ def of_classes(classes: Iterable[type]) -> set[str]:
 TABLES: dict[str, tuple[set[str], set[str]]] = {
     "trl_ext/__init__.py": (CONFIGS & {*trl_ext.__all__}, CONFIGS),
     "trl_ext/config.py": (of_classes(config.ADDED_FIELDS), CONFIGS),
-    "trl_ext/compat/replaced.py": (of_classes(replaced.REPLACED), CLASSES),
+    "trl_ext/compat/replaced.py": ({*replaced.REPLACED} & CLASSES, CLASSES),
     "trl_ext/compat/choices.py": ({*choices.METRICS}, CLASSES),
     "trl_ext/compat/removed.py": ({*removed.REMOVED_METHODS}, CLASSES),
     "trl_ext/compat/names.json": ({name.partition(":")[2] for name in moved.NAMES} & CLASSES, CLASSES),

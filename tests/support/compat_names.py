@@ -142,8 +142,9 @@ def used(classes: Iterable[type] = ()) -> tuple[Names, list[str]]:
             for trainer in TRAINERS.get(path.stem.partition("_")[0], TRAINERS[""]):
                 # It may be ours, or another trainer's
                 add_of_class(trainer, name, name.startswith("_"), is_needed=False)
-    for trainer, replaceable in REPLACED.items():
-        module = sys.modules[trainer.__module__]
+    for trainer_name, replaceable in REPLACED.items():
+        replaced_in: Any = getattr(trl, trainer_name, None) or getattr(transformers, trainer_name)
+        module = sys.modules[replaced_in.__module__]
         for name in replaceable:
             add(module, name, getattr(module, name, add).__module__.split(".")[0] in WITH_CLASSES)
     for cls in (*_classes(), *classes):

@@ -148,7 +148,7 @@ def measured(name: str, folder: Path, planner: Planner, option: Option) -> int:
     again = COMMANDS[line.method].read(_words(line, planner, option))
     parsed = parse(OneLineParser(dataclasses_of(line.method)), again, may_launch=False)
     trainer: Any = build(line.method, parsed)
-    models = [trainer.model, *([] if trainer.ref_model is None else [trainer.ref_model])]
+    models = [x for x in (trainer.model, getattr(trainer, "ref_model", None)) if x is not None]
     held = sum(x.nbytes for model in models for x in (*model.parameters(), *model.buffers()))
     return held + peak_bytes(trainer.train)
 

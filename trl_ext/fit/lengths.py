@@ -69,7 +69,9 @@ class Lengths:
         order_U = self._longest_first[:prompts]
         rows: list[Row] = []
         for unit in range(units):
-            rows += self._rows(unit, int(order_U[unit % len(order_U)]))
+            # Without sharing, the worst has whole groups of the longest
+            place = unit if self.shares else unit // self.group
+            rows += self._rows(unit, int(order_U[place % len(order_U)]))
         return tuple(rows)
 
     def within(self, budget: int, units: int) -> tuple[Row, ...]:
