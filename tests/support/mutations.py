@@ -711,8 +711,10 @@ class Forks:
 
     def stop(self) -> None:
         assert self.process.stdin is not None
+        assert self.process.stdout is not None
         self.process.stdin.close()
         self.process.wait()
+        self.process.stdout.close()
         self.log.close()
 
 
