@@ -7,6 +7,6 @@ try:
     version("axolotl")
 except PackageNotFoundError:
     collect_ignore = ["test_plugin.py"]
-
-os.environ["AXOLOTL_DO_NOT_TRACK"] = "1"  # axolotl reads it when it is imported
-os.environ["ACCELERATE_USE_CPU"] = "true"
+else:
+    os.environ["AXOLOTL_DO_NOT_TRACK"] = "1"  # axolotl reads it when it is imported
+    os.environ["ACCELERATE_USE_CPU"] = "true"
