@@ -142,7 +142,8 @@ EXCHANGES: dict[type, Callable[..., Tensor]] = {
 
 def functions_of_the_package() -> Iterator[type]:
     for module in pkgutil.walk_packages(trl_ext.__path__, "trl_ext."):
-        if not module.name.endswith(("__main__", "sampler.transfer")):  # the second imports vLLM
+        # The others import vLLM and axolotl
+        if not module.name.endswith(("__main__", "sampler.transfer", "trl_ext.axolotl")):
             names = vars(importlib.import_module(module.name))
             yield from (x for x in names.values() if isinstance(x, type) and issubclass(x, torch.autograd.Function))
 
