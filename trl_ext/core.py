@@ -286,21 +286,24 @@ def rows_with_gradient(advantages: Tensor, completion_mask: Tensor) -> Tensor:
 
 
 def _options_of(options: dict[str, Any]) -> ScoringOptions:
-    known = sorted(field.name for field in fields(ScoringOptions))
-    unknown = sorted(options.keys() - {*known})
+    option_names = sorted(field.name for field in fields(ScoringOptions))
+    unknown = sorted(options.keys() - {*option_names})
     if unknown:
-        raise ValueError(f"Unknown option '{unknown[0]}'. Choose from: {', '.join(known)}.")
+        raise ValueError(f"Unknown option '{unknown[0]}'. Choose from: {', '.join(option_names)}.")
     if "outputs" in options:
         options = {**options, "outputs": _with_log_probs(options["outputs"])}
-    chosen = ScoringOptions(**options)
-    for name, value, choices in (("head", chosen.head, HEADS), ("kernels", chosen.kernels, (None, *KERNELS))):
+    scoring_options = ScoringOptions(**options)
+    for name, value, choices in (
+        ("head", scoring_options.head, HEADS),
+        ("kernels", scoring_options.kernels, (None, *KERNELS)),
+    ):
         if value not in choices:
             raise ValueError(f"Unknown `{name}` {value!r}. Choose from: {', '.join(map(repr, choices))}.")
-    if chosen.temperature <= 0:
-        raise ValueError(f"`temperature` must be positive, got {chosen.temperature}.")
-    if chosen.chunk_size is not None and chosen.chunk_size < 1:
-        raise ValueError(f"`chunk_size` must be at least 1, got {chosen.chunk_size}.")
-    return chosen
+    if scoring_options.temperature <= 0:
+        raise ValueError(f"`temperature` must be positive, got {scoring_options.temperature}.")
+    if scoring_options.chunk_size is not None and scoring_options.chunk_size < 1:
+        raise ValueError(f"`chunk_size` must be at least 1, got {scoring_options.chunk_size}.")
+    return scoring_options
 
 
 def _with_log_probs(outputs: tuple[str, ...]) -> tuple[str, ...]:

@@ -107,9 +107,29 @@ _WITH_ADAPTER = (
 _TRANSFORMERS, _PEFT, _ACCELERATE = ("transformers",), ("peft",), ("accelerate",)
 
 # The features that the runs that may need a name cannot do without: the trainer may refuse to be built
-NEEDED = {"exact head", "loss", "log-prob pass", "samples", "reference", "adapters", "router loss"}
+NEEDED = {
+    "exact head",
+    "loss",
+    "precomputing",
+    "options",
+    "log-prob pass",
+    "samples",
+    "reference",
+    "adapters",
+    "router loss",
+}
 # Those without which a trainer may process more tokens
-TOKENS = {"exact head", "loss", "log-prob pass", "generation", "packing", "store", "reference", "adapters"}
+TOKENS = {
+    "exact head",
+    "loss",
+    "precomputing",
+    "log-prob pass",
+    "generation",
+    "packing",
+    "store",
+    "reference",
+    "adapters",
+}
 
 MUTATIONS: dict[str, Mutation] = {
     mutation.id: mutation
@@ -135,26 +155,26 @@ MUTATIONS: dict[str, Mutation] = {
         # What the losses of DPO, KTO, GRPO and RLOO read
         *_of_trl("reference", "self.ref_model@dpo self.ref_model@kto self.ref_model@grpo self.ref_model@rloo"),
         *_of_trl("reference", "compute_ref_log_probs 'ref_chosen_logps'"),
-        *_of_trl("store", "_precompute_ref_logps hash_module create_model_from_path disable_dropout_in_model"),
+        *_of_trl("precomputing", "_precompute_ref_logps"),
+        *_of_trl("store", "hash_module create_model_from_path disable_dropout_in_model"),
         *_of_trl("adapters", "BaseTunerLayer@dpo get_peft_model@kto is_peft_model@dpo use_adapter@grpo", _WITH_ADAPTER),
-        *_of_trl("own losses", "self.label_smoothing@dpo self.f_divergence_type@dpo"),
-        *_of_trl("metrics", "_total_train_tokens _tag_names"),
+        *_of_trl("loss", "self.label_smoothing@dpo self.f_divergence_type@dpo _total_train_tokens"),
+        *_of_trl("model card", "_tag_names"),
         *_of_trl("vLLM", "_start_weight_update VLLMClient VLLMGeneration"),
         *_of_trl("offloading", "get_act_offloading_ctx_manager"),
-        *_of_trl("checks", "_VALID_DICT_FIELDS"),
         *_of_trl("engines", "prepare_deepspeed disable_gradient_checkpointing"),
         *_of_trl("command line", "resolve_accelerate_config_argument"),
         Mutation("launch_command_parser", "command line", libraries=("accelerate", "trl")),
         Mutation("AutoHfQuantizer", "command line", libraries=_TRANSFORMERS),
         Mutation("ReplicatedWithGradAllReduce", "engines", libraries=_TRANSFORMERS),
         Mutation("GradientCheckpointingLayer", "engines", libraries=("transformers", "peft")),
-        Mutation("ALL_ATTENTION_FUNCTIONS", "engines", libraries=("transformers", "accelerate")),
+        Mutation("ALL_ATTENTION_FUNCTIONS", "precomputing", libraries=("transformers", "accelerate")),
         Mutation("load_balancing_loss_func", "router loss", libraries=("transformers", "trl"), runs=("dpo-experts",)),
-        Mutation("OptimizerNames", "checks", libraries=("transformers", "trl")),
+        Mutation("OptimizerNames", "options", libraries=("transformers", "trl")),
         Mutation("AuxiliaryTrainingWrapper", "adapters", libraries=("peft", "transformers"), runs=_WITH_ADAPTER),
         Mutation("ALoraLinearVariant", "adapters", libraries=_PEFT, runs=_WITH_ADAPTER),
-        Mutation("_set_sync_gradients", "balance", libraries=("accelerate", "transformers")),
-        Mutation("_models", "engines", libraries=("accelerate", "transformers")),
+        Mutation("_set_sync_gradients", "options", libraries=("accelerate", "transformers")),
+        Mutation("_models", "precomputing", libraries=("accelerate", "transformers")),
     )
 }
 
@@ -554,13 +574,13 @@ def _on_ranks(name: str, job: dict[str, Any]) -> dict[str, Any]:
         if not outs[children.pop(ended)].exists():  # the others would wait for it
             for child in children:
                 os.kill(child, signal.SIGKILL)
-    found = [json.loads(out.read_text()) for out in outs if out.exists()]
-    if len(found) < len(ranks):
+    outcomes = [json.loads(out.read_text()) for out in outs if out.exists()]
+    if len(outcomes) < len(ranks):
         return {"error": "a rank ended, see the log", "error_type": "crash", "lines": [], "wrong": []}
-    failed = next((x for x in found if x["error"] or x["stock_error"]), found[0])
-    tokens = {key: sum(x[key] for x in found) for key in ("tokens", "tokens_today", "tokens_of_stock")}
-    lines = found[0]["lines"]
-    return {**failed, **tokens, "lines": lines, "wrong": [line for x in found for line in x["wrong"]]}
+    failed = next((x for x in outcomes if x["error"] or x["stock_error"]), outcomes[0])
+    tokens = {key: sum(x[key] for x in outcomes) for key in ("tokens", "tokens_today", "tokens_of_stock")}
+    lines = outcomes[0]["lines"]
+    return {**failed, **tokens, "lines": lines, "wrong": [line for x in outcomes for line in x["wrong"]]}
 
 
 def _command(name: str, job: dict[str, Any]) -> dict[str, Any]:

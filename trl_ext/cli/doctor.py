@@ -61,10 +61,12 @@ def _required() -> list[tuple[str, str, bool]]:
     requirements = _requirements()
     if requirements is None:
         return [("packages", "trl_ext has no metadata and no pyproject.toml. Run `pip install .`.", False)]
-    needed = [x for x in map(Requirement, requirements) if x.marker is None or x.marker.evaluate({"extra": "trl"})]
+    trainer_requirements = [
+        x for x in map(Requirement, requirements) if x.marker is None or x.marker.evaluate({"extra": "trl"})
+    ]
     rows = []
     # The last range of a package is the extra's, which is within that of the package without it
-    for requirement in {x.name: x for x in needed}.values():
+    for requirement in {x.name: x for x in trainer_requirements}.values():
         installed_version = _version(requirement.name)
         is_fine = installed_version is not None and requirement.specifier.contains(installed_version, prereleases=True)
         state = "not installed" if installed_version is None else f"found {installed_version}"

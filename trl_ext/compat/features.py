@@ -127,7 +127,7 @@ FEATURES = {
         is_refused=True,
     ),
     "sums of log-probs": Feature(
-        "cannot bound the exponential of a loss",
+        "cannot compute a loss of trl_ext, or bound one that may overflow,",
         {_CLASSES: "compute_ref_log_probs"},
         is_refused=True,
     ),
@@ -314,8 +314,8 @@ def _line(subject: str, without: str, name: Moved) -> str:
 
 def methods_off(trainer: str) -> list[str]:
     """Return the methods of ours that give way to those of TRL's class `trainer`."""
-    moved = [name for name in MOVED if _concerns(name.place, trainer)]
-    off = (feature for name in moved for feature in features_of(name.place, name.name))
+    moved_names = [name for name in MOVED if _concerns(name.place, trainer)]
+    off = (feature for name in moved_names for feature in features_of(name.place, name.name))
     return [method for feature in dict.fromkeys(off) for method in FEATURES[feature].methods.split()]
 
 
@@ -323,9 +323,9 @@ def config_of_trl(name: str) -> Any:
     """Return a config of TRL's. If TRL no longer has it, a class that cannot be built: the other trainers go on."""
     import trl  # here, because the command line asks for features before it imports a library
 
-    found = getattr(trl, name, None)
-    if found is not None:
-        return found
+    config_class = getattr(trl, name, None)
+    if config_class is not None:
+        return config_class
 
     def refuse(cls: type, *_: Any, **__: Any) -> Any:
         raise ImportError(_line(f"`{name}` of trl_ext", "does not work", Moved("trl", name, f"`trl` has no `{name}`")))

@@ -166,7 +166,7 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
     def _require_features(self, arguments: dict[str, Any], config: Any) -> None:
         """Raise `ImportError` if the user asks for a feature that is off, and for which TRL has no other way."""
         models = (arguments.get("model"), arguments.get("ref_model"))
-        asked = {
+        asked_features = {
             "packing": getattr(config, "padding_free", None) is True,
             "adapters": arguments.get("peft_config") is not None or any(isinstance(x, PeftModel) for x in models),
             "vLLM": getattr(config, "use_vllm", False),
@@ -175,7 +175,7 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
             "dynamic sampling": getattr(self._added, "dynamic_sampling", False),
             "non-finite losses": self._added.on_non_finite_loss is not None,
         }
-        for feature, is_asked in asked.items():
+        for feature, is_asked in asked_features.items():
             if is_asked:
                 self._features.require(feature)
         if getattr(config, "precompute_ref_log_probs", False):

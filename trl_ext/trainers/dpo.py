@@ -76,7 +76,7 @@ class DPOTrainer(ExactTrainer, trl.DPOTrainer):
         if self._dpo_terms.columns:
             self.data_collator = RewardCollator(self.data_collator)
         super()._ready(callbacks)
-        if self._dpo_terms.exponentials():
+        if self._dpo_terms.reads_sums:
             self._features.require("sums of log-probs")
         check_rows_are_left(self.train_dataset, self.args)
         tokens = len(self._tokenizer)

@@ -112,6 +112,11 @@ class DPOTerms:
             added_terms += [(name, weight) for name, weight in self._weights() if name == "sft"]
         return added_terms
 
+    @property
+    def reads_sums(self) -> bool:
+        """Whether a term reads the sums of the log-probs over each completion."""
+        return bool(self.exponentials()) or any(name in PREFERENCE_LOSSES for name, _ in self._weights())
+
     def exponentials(self) -> dict[str, PairExponential]:
         """Return the terms of TRL's that may overflow."""
         trainer = self.trainer

@@ -114,9 +114,9 @@ class GRPOGeneration:
             is_asked (`bool`): whether `keep_sampling_mask` is set. If not, a vLLM server is not asked what it supports.
         """
         trainer = self.trainer
-        moved = trainer._features.why_off("sampling mask")
-        if moved is not None and not trainer.use_vllm:
-            return moved
+        moved_reason = trainer._features.why_off("sampling mask")
+        if moved_reason is not None and not trainer.use_vllm:
+            return moved_reason
         top_k = sampling_values(trainer.args)["top_k"]
         generation_kwargs = trainer.args.generation_kwargs or {}
         if overridden or trainer.rollout_func is not None:
