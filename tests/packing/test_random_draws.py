@@ -238,6 +238,17 @@ def test_what_a_user_adds_is_found_if_two_passes_can_differ(name: str) -> None:
         assert found is None or (word in reason and found.of_tokens == of_tokens)
 
 
+def test_a_forward_that_a_class_gets_after_a_look_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build("untied")
+    assert randomness_of(model) is None
+    monkeypatch.setattr(llama.LlamaMLP, "forward", lambda self, x: 2 * x)
+    found = randomness_of(model)
+    assert found is not None
+    assert "replaced `forward`" in found.reason
+    monkeypatch.undo()
+    assert randomness_of(model) is None
+
+
 # Hooks that return None and change nothing that they are given, and hooks that do either
 SEEN: list[Any] = []
 COUNTS = {"calls": 0}

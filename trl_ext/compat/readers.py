@@ -40,12 +40,17 @@ def batch_reader(trainer: Any) -> str | None:
 
 def _hooks(trainer: Any) -> Iterator[Any]:
     """Yield the hooks of the model's modules and of the optimizer."""
-    for module in trainer.model.modules():
+    for module in trainer._look_at_policy(_modules_of):
         for hooks in (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks):
-            yield from hooks.values()
+            if hooks:
+                yield from hooks.values()
     optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)  # Accelerate's wraps it
     for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
         yield from getattr(optimizer, name, {}).values()
+
+
+def _modules_of(model: Any) -> list[Any]:
+    return list(model.modules())
 
 
 def _reads(value: Any) -> bool:

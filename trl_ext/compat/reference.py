@@ -37,9 +37,10 @@ def score_as_reference(
     trainer: ReferenceInternals, model: Any, batch: dict[str, Any], labels: torch.Tensor
 ) -> torch.Tensor:
     inputs = {k: v for k, v in batch.items() if k not in ("completion_mask", *PAIR_COLUMNS)}
-    text_config = trainer.accelerator.unwrap_model(model).config.get_text_config()
-    if trainer.aux_loss_enabled and hasattr(text_config, "output_router_logits"):
-        inputs["output_router_logits"] = True  # as in the policy's pass
+    if trainer.aux_loss_enabled:
+        text_config = trainer.accelerator.unwrap_model(model).config.get_text_config()
+        if hasattr(text_config, "output_router_logits"):
+            inputs["output_router_logits"] = True  # as in the policy's pass
     with trainer.accelerator.autocast():
         outputs = model(**inputs, use_cache=False, labels=labels, fused_lm_head=True, head_outputs=("log_probs",))
     return outputs.log_probs[:, -(labels.shape[1] - 1) :]

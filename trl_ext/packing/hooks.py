@@ -37,7 +37,7 @@ _KNOWN = {
 }
 _OF_FORWARD = ("_forward_pre_hooks", "_forward_hooks")
 _OF_GRADIENT = ("_backward_pre_hooks", "_backward_hooks")
-_OF_PARAMETER = ("_backward_hooks", "_post_accumulate_grad_hooks")
+_OF_MODULE = (*_OF_FORWARD, *_OF_GRADIENT)
 
 
 def is_known(module: str | None) -> bool:
@@ -79,7 +79,9 @@ def _is_of_user(function: FunctionType) -> bool:
 
 def is_from_hub(function: FunctionType) -> bool:
     """Whether `function` is of a layer from `kernels`, whose package has its file's name in the Hub's cache."""
-    return any("--" in part and "kernels" in part for part in Path(function.__code__.co_filename).parts)
+    file = function.__code__.co_filename
+    # Splitting a path is slow, and each optimizer step asks about each module
+    return "--" in file and any("--" in part and "kernels" in part for part in Path(file).parts)
 
 
 def describe_function(function: FunctionType | MethodType) -> str:
@@ -88,19 +90,26 @@ def describe_function(function: FunctionType | MethodType) -> str:
 
 def forward_hooks(module: nn.Module) -> list[Any]:
     """Return the hooks of a forward of `module`, and then those of all modules."""
-    registered = [getattr(module, name) for name in _OF_FORWARD]
-    registered += [torch_module._global_forward_pre_hooks, torch_module._global_forward_hooks]
-    return [hook for hooks in registered for hook in hooks.values()]
+    return [
+        *module._forward_pre_hooks.values(),
+        *module._forward_hooks.values(),
+        *torch_module._global_forward_pre_hooks.values(),
+        *torch_module._global_forward_hooks.values(),
+    ]
 
 
 def gradient_hooks(module: nn.Module) -> list[Any]:
     """Return the hooks that see or change a gradient of `module` or its parameters, and then those of all modules."""
-    registered = [getattr(module, name) for name in _OF_GRADIENT]
+    hooks = [*module._backward_pre_hooks.values(), *module._backward_hooks.values()]
     for parameter in module._parameters.values():
         if parameter is not None:
-            registered += [getattr(parameter, name) or {} for name in _OF_PARAMETER]
-    registered += [torch_module._global_backward_pre_hooks, torch_module._global_backward_hooks]
-    return [hook for hooks in registered for hook in hooks.values()]
+            hooks += (parameter._backward_hooks or {}).values()
+            hooks += (parameter._post_accumulate_grad_hooks or {}).values()
+    return [
+        *hooks,
+        *torch_module._global_backward_pre_hooks.values(),
+        *torch_module._global_backward_hooks.values(),
+    ]
 
 
 def attached_functions(modules: Iterable[nn.Module]) -> list[Any]:
@@ -113,16 +122,18 @@ def attached_functions(modules: Iterable[nn.Module]) -> list[Any]:
         torch_module._global_backward_hooks,
     ):
         functions += hooks.values()
-    for module in modules:
-        attributes = vars(module)
-        for name in (*_OF_FORWARD, *_OF_GRADIENT):
-            functions += attributes[name].values()
+    for attributes in map(vars, modules):
+        for name in _OF_MODULE:
+            if attributes[name]:
+                functions += attributes[name].values()
         if "forward" in attributes:
             functions.append(attributes["forward"])
         for parameter in attributes["_parameters"].values():
             if parameter is not None:
-                functions += (parameter._backward_hooks or {}).values()
-                functions += (parameter._post_accumulate_grad_hooks or {}).values()
+                if parameter._backward_hooks:
+                    functions += parameter._backward_hooks.values()
+                if parameter._post_accumulate_grad_hooks:
+                    functions += parameter._post_accumulate_grad_hooks.values()
     return functions
 
 
