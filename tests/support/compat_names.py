@@ -80,7 +80,7 @@ INTERNALS = {
         "_global_forward_hooks _global_forward_pre_hooks _global_backward_hooks _global_backward_pre_hooks"
     ),
     "torch.nn.modules.module:Module": (
-        "_backward_hooks _buffers _forward_hooks _forward_pre_hooks _modules _parameters"
+        "_backward_hooks _backward_pre_hooks _buffers _forward_hooks _forward_pre_hooks _modules _parameters"
     ),
     "torch.nn.parallel.distributed": '"_ddp_params_and_buffers_to_ignore"',
     "torch:Tensor": "_version _post_accumulate_grad_hooks",
