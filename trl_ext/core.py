@@ -8,16 +8,19 @@ scores = core.score(model, input_ids, attention_mask, labels)
 ```
 """
 
+import math
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
-from weakref import ReferenceType, WeakKeyDictionary, ref
+from weakref import ReferenceType, WeakKeyDictionary, WeakSet, ref
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from .distributed.ranks import Ranks
@@ -25,6 +28,7 @@ from .distributed.shards import gathered_by_zero3
 from .heads.kernels.work import KERNELS
 from .heads.linear_log_probs import HEADS
 from .packing.packing import has_other_ranks, padded_in
+from .packing.support import padded_reason
 from .reference.canary import Canary, tolerance_of
 from .reference.store import DiskStore, MemoryStore
 from .reference.stored import StoredReference, Variants
@@ -39,14 +43,16 @@ _REPLACED = (
     "The exact LM head did not score the model, because something replaced `model.forward` after `attach(model)`. Call "
     "`attach` last, just before `accelerator.prepare`."
 )
+_SWITCHES = ("padding_free", "share_prompts", "entropy_requires_grad", "cast_lm_head_to_fp32")
 _OUTPUTS = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1", "mean_log_probs")
 
 # Of models of transformers, and of what wraps them. The model's `forward` holds the scoring forward, and it the model
 _attached: WeakKeyDictionary[nn.Module, ReferenceType[ScoringForward]] = WeakKeyDictionary()
+_scored: WeakSet[nn.Module] = WeakSet()
 
 
 def attach(model: nn.Module, **options: Any) -> None:
-    """Give a causal language model the scoring forward. Call it before `accelerator.prepare(model)`.
+    """Give a causal language model the scoring forward: after `get_peft_model`, before `accelerator.prepare(model)`.
 
     The model's own forward, `generate` and checkpoints stay as they are. A second call with the same options does
     nothing.
@@ -115,6 +121,10 @@ def score(
     """
     _check_batch(input_ids, attention_mask, labels)
     scoring = _scoring_of(model)
+    if model not in _scored:
+        _begin(model, scoring, labels)
+    # Only the trainers know when a plan is made. Modules and rates of dropout may have changed since the last call
+    scoring.forget_randomness()
     scoring.was_called = False
     output: FusedCausalLMOutput = model(
         input_ids=input_ids,
@@ -154,8 +164,8 @@ class Reference:
         options: those of [`attach`].
 
     Raises:
-        `ValueError`: `within` returns no context, or `folder` is given, and Accelerate shards the model, or a later run
-            could not recognise it.
+        `ValueError`: `within` returns no context, the reference reads weights with `requires_grad`, or `folder` is
+            given, and Accelerate shards the model, or a later run could not recognise it.
     """
 
     def __init__(
@@ -179,6 +189,13 @@ class Reference:
             weights = ReferenceWeights.of_model(self._model)
             rope = weights.rope_of_batch()
             self._varies = weights.randomness(in_training=False)
+            trained = next((name for name, _ in weights.trained_parameters()), None)
+        if trained is not None:
+            raise ValueError(
+                f"The reference reads `{trained}`, which has `requires_grad=True`, so training may change it. Call "
+                "`model.requires_grad_(False)` on a separate reference. For a LoRA policy, pass "
+                "`within=model.disable_adapter`."
+            )
         if rope:
             self._varies = f'its positions (`rope_type="{rope}"`) depend on the longest sequence of each batch'
         variants = None if folder is None else self._variants(Path(folder))
@@ -212,7 +229,9 @@ class Reference:
 
     def _run(self, batch: dict[str, Any]) -> Tensor:
         labels = batch["input_ids"].masked_fill(batch["completion_mask"] == 0, -100)
-        with torch.no_grad(), _in_evaluation(self._model), self._within():
+        # The model may not be prepared, and must run in the precision of the policy
+        autocast = self._ranks.accelerator.autocast()
+        with torch.no_grad(), autocast, _in_evaluation(self._model), self._within():
             self._check_unchanged()
             scores = score(self._model, batch["input_ids"], batch["attention_mask"], labels, outputs=("log_probs",))
         assert scores.log_probs is not None
@@ -276,12 +295,21 @@ def rows_with_gradient(advantages: Tensor, completion_mask: Tensor) -> Tensor:
     """Return which rows a policy-gradient loss needs: bool `(B,)`.
 
     The loss of a row is its advantage times a function of the row, without a KL or entropy term. A row whose advantage
-    is 0, or whose mask is empty, has no gradient then, and does not have to be scored.
+    is 0, or whose mask is empty, has no gradient then, and does not have to be scored. With DDP, a rank without such
+    rows must still score one: the other ranks wait for its gradients.
 
     Args:
         advantages (`Tensor`): `(B,)`.
         completion_mask (`Tensor`): 0 on tokens that are not in the loss, `(B, C)`.
+
+    Raises:
+        `ValueError`: a tensor has another shape.
     """
+    if completion_mask.ndim != 2 or advantages.shape != completion_mask.shape[:1]:
+        raise ValueError(
+            "`advantages` must have the shape (B,) and `completion_mask` (B, C), got "
+            f"{tuple(advantages.shape)} and {tuple(completion_mask.shape)}."
+        )
     return (advantages != 0) & (completion_mask != 0).any(dim=1)
 
 
@@ -293,14 +321,18 @@ def _options_of(options: dict[str, Any]) -> ScoringOptions:
     if "outputs" in options:
         options = {**options, "outputs": _with_log_probs(options["outputs"])}
     scoring_options = ScoringOptions(**options)
+    for name in _SWITCHES:
+        if not isinstance(getattr(scoring_options, name), bool):
+            raise ValueError(f"`{name}` must be True or False, got {getattr(scoring_options, name)!r}.")
     for name, value, choices in (
         ("head", scoring_options.head, HEADS),
         ("kernels", scoring_options.kernels, (None, *KERNELS)),
     ):
         if value not in choices:
             raise ValueError(f"Unknown `{name}` {value!r}. Choose from: {', '.join(map(repr, choices))}.")
-    if scoring_options.temperature <= 0:
-        raise ValueError(f"`temperature` must be positive, got {scoring_options.temperature}.")
+    temperature = scoring_options.temperature
+    if not isinstance(temperature, int | float) or not 0 < temperature < math.inf:
+        raise ValueError(f"`temperature` must be a positive number, got {temperature!r}.")
     if scoring_options.chunk_size is not None and scoring_options.chunk_size < 1:
         raise ValueError(f"`chunk_size` must be at least 1, got {scoring_options.chunk_size}.")
     return scoring_options
@@ -325,6 +357,28 @@ def _check_batch(input_ids: Tensor, attention_mask: Tensor, labels: Tensor) -> N
             raise ValueError(
                 f"`{name}` must have the shape of `input_ids`, {tuple(input_ids.shape)}, got {tuple(tensor.shape)}."
             )
+
+
+def _begin(model: nn.Module, scoring: ScoringForward, labels: Tensor) -> None:
+    """Check what the first batch of a model, or of a new wrapper, shows.
+
+    Raises:
+        `ValueError`: a label is no token id and not -100. Its log-prob would be NaN.
+    """
+    causal_model = _causal_model_of(model)
+    last = scoring.vocabulary - 1
+    outside = labels[((labels < 0) | (labels > last)) & (labels != -100)]
+    if outside.numel():
+        raise ValueError(f"`labels` must be -100 or token ids from 0 to {last}, got {outside[0].item()}.")
+    if scoring.packing.padded_reason is None:  # adapters may have come since `attach`
+        scoring.packing.padded_reason = padded_reason(causal_model)
+    if any(isinstance(x, DTensor) or hasattr(x, "ds_status") for x in causal_model.parameters()):
+        warnings.warn(
+            "`trl_ext.core` was not tested with sharded weights (FSDP2, DeepSpeed ZeRO-3, tensor parallelism). Compare "
+            "the first log-probs with those of the model's own logits.",
+            stacklevel=3,
+        )
+    _scored.add(model)
 
 
 def _known(model: nn.Module) -> ScoringForward | None:

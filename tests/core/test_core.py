@@ -179,7 +179,10 @@ def test_mistakes_are_errors_before_a_pass() -> None:
     for options, words in (
         ({"head": "Dense"}, "Unknown `head` 'Dense'. Choose from: 'tiled', 'dense'."),
         ({"kernels": "cuda"}, "Unknown `kernels` 'cuda'. Choose from: None, 'torch', 'triton'."),
-        ({"temperature": 0.0}, "`temperature` must be positive, got 0.0."),
+        ({"temperature": 0.0}, "`temperature` must be a positive number, got 0.0."),
+        ({"temperature": float("nan")}, "`temperature` must be a positive number, got nan."),
+        ({"temperature": "1"}, "`temperature` must be a positive number, got '1'."),
+        ({"padding_free": "no"}, "`padding_free` must be True or False, got 'no'."),
         ({"chunk_size": 0}, "`chunk_size` must be at least 1, got 0."),
         ({"outputs": "entropy"}, "`outputs` must be a tuple of names, got 'entropy'."),
     ):
@@ -208,6 +211,15 @@ def test_mistakes_are_errors_before_a_pass() -> None:
         ValueError, match=re.escape("`input_ids` must have rows of two tokens or more, got the shape (0, 14).")
     ):
         core.score(model, **{name: x[:0] for name, x in inputs.items()})
+    for label in (-1, 97):
+        model = tiny()
+        core.attach(model)
+        words = f"`labels` must be -100 or token ids from 0 to 96, got {label}."
+        with pytest.raises(ValueError, match=re.escape(words)):
+            core.score(model, **{**inputs, "labels": inputs["labels"].index_fill(1, torch.tensor([9]), label)})
+    reads = "The reference reads `model.embed_tokens.weight`, which has `requires_grad=True`"
+    with pytest.raises(ValueError, match=re.escape(reads)):
+        core.Reference(model, Accelerator(cpu=True))
     with pytest.raises(ValueError, match=re.escape("`within` must return a context: pass `model.disable_adapter`")):
         core.Reference(model, Accelerator(cpu=True), within=lambda: None)  # type: ignore[arg-type,return-value]
     model.forward = lambda **_: None
@@ -229,6 +241,41 @@ def test_mixed_precision_is_kept_or_refused() -> None:
         model.model.layers[0].mlp.gate_proj.register_forward_hook(lambda _, args, output: dtypes.append(output.dtype))
         core.score(accelerator.prepare(model), **batch())
         assert set(dtypes) == {torch.bfloat16}
+    finally:
+        AcceleratorState._reset_state()
+
+
+def test_what_comes_after_the_first_score_is_seen() -> None:
+    """Dropout differs between rows of equal tokens, so they are not shared."""
+    model = tiny()
+    core.attach(model)
+    inputs = {name: x[:1, :10].repeat(2, 1) for name, x in batch().items()}
+    core.score(model.eval(), **inputs)
+    adapted = get_peft_model(model, LoraConfig(target_modules="all-linear", lora_dropout=0.5, init_lora_weights=False))
+    tokens = count_tokens(model)
+    core.score(adapted.eval(), **inputs)
+    core.score(adapted.train(), **inputs)
+    for module in adapted.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    core.score(adapted, **inputs)
+    model.config.attention_dropout = 0.5
+    for layer in model.model.layers:
+        layer.self_attn.attention_dropout = 0.5
+    core.score(adapted, **inputs)
+    assert [count // min(tokens) for count in tokens] == [1, 2, 1, 2]
+
+
+def test_a_reference_runs_in_the_precision_of_the_policy() -> None:
+    AcceleratorState._reset_state()
+    try:
+        accelerator = Accelerator(cpu=True, mixed_precision="bf16")
+        model, policy = tiny(), tiny()
+        core.attach(policy)
+        reference = core.Reference(model.requires_grad_(False), accelerator)  # it is not prepared
+        scores = core.score(accelerator.prepare(policy), **batch())
+        assert scores.log_probs is not None
+        assert torch.equal(reference.log_probs(**batch()), scores.log_probs)
     finally:
         AcceleratorState._reset_state()
 
@@ -274,7 +321,7 @@ def test_a_reference_that_changes_is_an_error(change: str) -> None:
         config = LoraConfig(target_modules="all-linear", init_lora_weights=False)
         model = get_peft_model(model, config)
         model.add_adapter("other", config)
-    reference = core.Reference(model, Accelerator(cpu=True))
+    reference = core.Reference(model.requires_grad_(False), Accelerator(cpu=True))
     reference.log_probs(**{name: x[:3] for name, x in inputs.items()})
     if change == "trained":
         with torch.no_grad():
@@ -287,7 +334,7 @@ def test_a_reference_that_changes_is_an_error(change: str) -> None:
 
 def test_a_reference_whose_values_depend_on_the_batch_runs_in_each_call(tmp_path: Path) -> None:
     rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
-    model = tiny(rope_parameters=rope, max_position_embeddings=8).eval()
+    model = tiny(rope_parameters=rope, max_position_embeddings=8).eval().requires_grad_(False)
     inputs = batch()
     reference = core.Reference(model, Accelerator(cpu=True))
     tokens = count_tokens(model)
@@ -303,6 +350,9 @@ def test_rows_without_a_gradient_are_found() -> None:
     advantages = torch.tensor([0.0, 1.0, -1.0, 0.5])
     mask = torch.tensor([[1, 1], [1, 0], [0, 0], [0, 1]])
     assert core.rows_with_gradient(advantages, mask).tolist() == [False, True, False, True]
+    shapes = "`advantages` must have the shape (B,) and `completion_mask` (B, C), got (4, 1) and (4, 2)."
+    with pytest.raises(ValueError, match=re.escape(shapes)):
+        core.rows_with_gradient(advantages[:, None], mask)
 
 
 def run_without_trl(script: str, *arguments: str, ranks: int = 1) -> list[float]:
