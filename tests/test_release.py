@@ -42,7 +42,7 @@ def test_the_changelog_begins_with_the_version():
 
 
 def test_the_version_ranges_are_the_same_everywhere():
-    from trl_ext.compat import SUPPORTED
+    from trl_ext.version import SUPPORTED
 
     for name, versions in SUPPORTED.items():
         (of_project,) = [x.removeprefix(name) for x in DEPENDENCIES if re.match(rf"{name}\W", x)]
@@ -50,7 +50,7 @@ def test_the_version_ranges_are_the_same_everywhere():
 
 
 def test_a_dependency_may_be_newer_than_the_tested_one_but_not_of_the_next_major_version():
-    from trl_ext.compat import TESTED
+    from trl_ext.version import TESTED
 
     requirements = {x.name: x.specifier for x in map(Requirement, [*DEPENDENCIES, *EXTRAS["dev"]])}
     for name, tested in TESTED.items():

@@ -335,11 +335,43 @@ def test_doctor_names_what_has_moved(capsys: pytest.CaptureFixture, monkeypatch)
         Moved("trl.trainer.grpo_trainer", "shuffle_sequence_dict", "`trl.trainer.grpo_trainer` has no `shuffle_x`"),
         Moved("trl.trainer.dpo_trainer:DPOTrainer", "beta", "`trl.trainer.dpo_trainer.DPOTrainer` has no `beta`"),
     ]
-    monkeypatch.setattr("trl_ext.cli.doctor.MOVED", names)
+    monkeypatch.setattr("trl_ext.compat.MOVED", names)
     assert main(["doctor"]) == 1
     out = re.sub(r"\n {5,}", " ", capsys.readouterr().out)
     assert re.search(r"^  trl +ok +`trl\.trainer\.grpo_trainer` has no `shuffle_x`\. Off: balance\.", out, re.MULTILINE)
     assert re.search(r"^  trl +WRONG +`.*` has no `beta`\. Trainers that need it do not work\.", out, re.MULTILINE)
+
+
+@pytest.mark.parametrize(
+    ("trl_version", "words", "status"),
+    [
+        (None, "ok     trl_ext's trainers need TRL.", 0),
+        ("1.9.0", "WRONG  found 1.9.0. Run `pip install 'trl<2,>=1.15'`", 1),
+    ],
+)
+def test_doctor_runs_where_the_trainers_do_not(trl_version: str | None, words: str, status: int):
+    code = f"""
+import sys
+from importlib import metadata
+
+plain = metadata.version
+
+def version(name):
+    if name != "trl":
+        return plain(name)
+    if {trl_version!r} is None:
+        raise metadata.PackageNotFoundError(name)
+    return {trl_version!r}
+
+metadata.version = version
+sys.modules["trl"] = None  # an import of it fails
+from trl_ext.cli.__main__ import main
+sys.exit(main(["doctor"]))
+"""
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True)
+    assert words in done.stdout
+    assert "agrees with its definition" in done.stdout
+    assert done.returncode == status
 
 
 def test_doctor_sees_a_folder_that_is_imported_in_place_of_the_package(tmp_path: Path, monkeypatch, capsys):

@@ -15,9 +15,10 @@ from packaging.specifiers import SpecifierSet
 import trl_ext
 from compat_names import LIBRARIES, unlisted_private_names, used
 from later_trl import Change, environment_of, make_later_trl, run_python
-from trl_ext.compat import TESTED, check_deepspeed
+from trl_ext.compat import check_deepspeed
 from trl_ext.compat.features import FEATURES, features_of
 from trl_ext.compat.moved import NAMES, Moved, check_untested, moved
+from trl_ext.version import TESTED
 
 GONE = Moved("trl.trainer.dpo_trainer", "y", "`trl.trainer.dpo_trainer` has no `y`")
 LATER = {"trl": "1.17.0", "transformers": version("transformers")}

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from later_trl import environment_of
-from trl_ext.compat import FOUND, TESTED
+from trl_ext.compat import FOUND
+from trl_ext.version import TESTED
 
 ROOT = Path(__file__).parents[2]
 PINS = dict(re.findall(r"^([a-z]+)==(.+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE))

@@ -11,12 +11,10 @@ import torch
 from accelerate import Accelerator
 from packaging.requirements import Requirement
 
-from ..compat import MOVED, TESTED
-from ..compat.features import features_of
 from ..distributed.detect import detect_engine
 from ..heads.kernels.work import triton_unavailable_reason
 from ..scoring.checks import self_test
-from ..version import __version__
+from ..version import NEEDS_TRL, TESTED, __version__
 from . import one_line, wrapped
 
 _OPTIONAL = ("triton", "bitsandbytes", "deepspeed", "flash-attn", "kernels", "vllm")
@@ -75,12 +73,19 @@ def _required() -> list[tuple[str, str, bool]]:
         untested = "" if is_tested else f", not tested: the tests ran with {requirement.name}{tested_versions}"
         remedy = f"Run `pip install '{requirement.name}{requirement.specifier}'`."
         words = f"{installed_version}{untested}" if is_fine else f"{state}. {remedy}"
+        if requirement.name == "trl" and installed_version is None:
+            words, is_fine = NEEDS_TRL, True
         rows.append((requirement.name, words, is_fine))
     return rows
 
 
 def _moved() -> list[tuple[str, str, bool]]:
     """Return a row for each internal of an untested version that has moved."""
+    try:
+        from ..compat import MOVED  # here, because it raises an error where the trainers cannot be used
+        from ..compat.features import features_of
+    except ImportError:  # of which the row of TRL or transformers says why
+        return []
     rows = []
     for name in MOVED:
         features = features_of(name.place, name.name)

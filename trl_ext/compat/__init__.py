@@ -3,22 +3,11 @@
 from importlib.metadata import version
 from typing import TYPE_CHECKING
 
-from packaging.specifiers import SpecifierSet
+from ..version import SUPPORTED, TESTED
 
 if TYPE_CHECKING:
     from .moved import Moved
 
-SUPPORTED = {"trl": SpecifierSet(">=1.15,<2"), "transformers": SpecifierSet(">=5.17,<6")}
-# Other versions work too, unless a name in `names.json` has changed
-TESTED = {
-    "trl": SpecifierSet(">=1.15,<1.17"),
-    "transformers": SpecifierSet(">=5.17,<5.25"),
-    "torch": SpecifierSet(">=2.11,<2.16"),
-    "peft": SpecifierSet(">=0.21,<0.22"),
-    "accelerate": SpecifierSet(">=1.15,<1.16"),
-    "datasets": SpecifierSet(">=5.2,<5.3"),
-    "deepspeed": SpecifierSet(">=0.19.8,<0.20"),
-}
 FOUND = {name: version(name) for name in TESTED if name != "deepspeed"}
 
 
