@@ -143,7 +143,7 @@ class ExactDPOTrainer(AxolotlDPOTrainer):  # type: ignore[misc]
         # In TRL, an adapter's reference draws too: its pass runs in training mode
         randomness = randomness_of(self.model, self.args.neftune_noise_alpha)
         if randomness is not None:
-            return f"passes in training draw at random: {randomness.reason}"
+            return f"two passes of the model may differ, because {randomness.reason}"
         if self.ref_model is not None or self.precompute_ref_logps:
             return None
         if not is_peft_model(self.model):

@@ -86,8 +86,16 @@ def test_qlora_trains_as_axolotls(tmp_path: Path) -> None:
         ({}, {"f_divergence_type": "js_divergence"}, "it covers `f_divergence_type='reverse_kl'`, and this is 'js_div"),
         ({}, {"ld_alpha": 0.5}, "it covers `ld_alpha=None`, and this is 0.5"),
         ({}, {"sync_ref_model": True, "ref_model_sync_steps": 1}, "it covers `sync_ref_model=False`, and this is True"),
-        ({}, {"neftune_noise_alpha": 5.0}, "passes in training draw at random: `neftune_noise_alpha` adds noise"),
-        (LORA | {"lora_dropout": 0.5}, {"disable_dropout": False}, "passes in training draw at random: dropout"),
+        (
+            {},
+            {"neftune_noise_alpha": 5.0},
+            "two passes of the model may differ, because `neftune_noise_alpha` adds noise",
+        ),
+        (
+            LORA | {"lora_dropout": 0.5},
+            {"disable_dropout": False},
+            "two passes of the model may differ, because dropout",
+        ),
         (LORA, {"bias": "all"}, "training changes `"),
     ],
     ids=lambda x: str(x)[:40],

@@ -3,13 +3,17 @@
 import warnings
 from importlib.metadata import version
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 import trl_ext
 from later_trl import environment_of, run_python
+from short_training import Bench
+from tiny import Workshop
 from trl_ext.compat.features import FEATURES, Features, config_of_trl
 from trl_ext.compat.moved import NAMES, Moved, _fingerprint
+from trl_ext.trainers.checkpointing import Checkpoints
 
 # A name of each place -> the trainers that lose a feature by it, or stop
 CONCERNED = {
@@ -54,6 +58,30 @@ def test_what_is_asked_for_and_off_is_one_line(monkeypatch: pytest.MonkeyPatch):
     features.require("vLLM")
     with pytest.raises(ImportError, match=r"cannot train PEFT adapters with peft \S+, because .*`, or install a later"):
         features.require("adapters")
+
+
+@pytest.mark.filterwarnings("ignore:.*leaves the checks of data to TRL:UserWarning")
+@pytest.mark.parametrize("trainer", ["grpo", "rloo"])
+def test_without_checks_of_data_prompts_are_not_read(
+    trainer: str, workshop: Workshop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    names = [Moved("datasets.arrow_dataset:Dataset", "_indices", "`datasets.Dataset` has no `_indices`")]
+    monkeypatch.setattr("trl_ext.compat.features.MOVED", names)
+    monkeypatch.setattr(f"trl_ext.trainers.{trainer}.check_prompts", lambda *_: pytest.fail("reads `_indices`"))
+    getattr(Bench(workshop, tmp_path), trainer)()
+
+
+@pytest.mark.parametrize(("spelled", "meaning"), [("true", True), ("False", None), (None, None), ("folder", "folder")])
+def test_trls_checkpoints_take_spelled_words(spelled: str | None, meaning: bool | str | None):
+    assert Checkpoints(SimpleNamespace(), are_trls=True).find(spelled) == meaning  # type: ignore[arg-type]
+
+
+def test_trls_checkpoints_do_not_take_auto(monkeypatch: pytest.MonkeyPatch):
+    names = [Moved("transformers.trainer", "rotate_checkpoints", "`transformers.trainer` has no `rotate_checkpoints`")]
+    monkeypatch.setattr("trl_ext.compat.features.MOVED", names)
+    trainer = SimpleNamespace(_features=Features("DPOTrainer"))
+    with pytest.raises(ImportError, match='does not take `resume_from_checkpoint="auto"` with transformers'):
+        Checkpoints(trainer, are_trls=True).find("auto")  # type: ignore[arg-type]
 
 
 def test_a_config_that_trl_no_longer_has_stops_its_trainer_alone():

@@ -10,7 +10,7 @@ import pytest
 from mutations import COMMANDS, LATER, MUTATIONS, RUNS, Bench, commands_for, failures, is_one_line, other_results
 from tiers import fast_first
 
-FAST = ("hash_module", "self.ref_model@kto", "_start_weight_update", "_get_per_token_logps_and_entropies")
+FAST = ("hash_module", "self.ref_model@kto", "_start_weight_update")
 # Names whose loss would change the result without an error: the trap is set if nothing notices that they moved
 TRAPS = ("self.ref_model@dpo", "self.ref_model@kto", "self.ref_model@grpo", "self.ref_model@rloo", "_compute_loss")
 LONGEST_LINE = 200

@@ -119,7 +119,8 @@ def check(engine: str, names: list[str], folder: Path, processes: int) -> None:
     assert not problems, "\n".join(problems)
 
 
-@pytest.mark.parametrize("method", [pytest.param("grpo", marks=pytest.mark.slow), "dpo"])
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["grpo", "dpo"])
 def test_the_weights_of_some_runs_end_the_same(method: str, tmp_path: Path) -> None:
     check("ddp", [f"{method}-{name}" for name in FAST[method]], tmp_path, processes=2)
 

@@ -79,6 +79,7 @@ def test_one_process_is_stock_trl(row: str, tmp_path: Path):
     assert max(found.values()) <= LIMIT, found
 
 
+@pytest.mark.slow
 def test_zero3_trains_a_row_as_one_process(tmp_path: Path):
     check_matrix("zero3", ["grpo-full-tied"], tmp_path)
 

@@ -5,12 +5,13 @@ no feature are needed by the exact head or by `compute_loss`: without them, that
 """
 
 import warnings
+from collections.abc import Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from typing import Any
 
-from ..version import __version__
-from . import FOUND, MOVED, TESTED
+from ..version import TESTED, __version__
+from . import FOUND, MOVED
 from .moved import Moved
 
 
@@ -255,21 +256,17 @@ class Features:
     def __init__(self, trainer: str) -> None:
         self.trainer = trainer
         self.off: dict[str, Moved] = {}
-        for name in MOVED:
-            if not _concerns(name.place, trainer):
-                continue
-            features = features_of(name.place, name.name)
-            if not features:
-                raise ImportError(self._line("does not work", name))
+        for name, features in _moved_of(trainer):
+            if features is None:
+                raise ImportError(self._message("does not work", name))
             for feature in features:
-                if trainer in (FEATURES[feature].trainers or trainer).split():
-                    self.off.setdefault(feature, name)
+                self.off.setdefault(feature, name)
 
     def warn(self) -> None:
         """Warn of each feature that is off and not refused."""
         for feature, name in self.off.items():
             if not FEATURES[feature].is_refused:
-                warnings.warn(self._line(FEATURES[feature].without, name), stacklevel=2)
+                warnings.warn(self._message(FEATURES[feature].without, name), stacklevel=2)
 
     def why_off(self, feature: str) -> str | None:
         """Return why a feature is off, as a clause; `None` if it is on."""
@@ -279,17 +276,17 @@ class Features:
     def require(self, feature: str, without: str | None = None) -> None:
         """Raise `ImportError` if a feature that the user asks for is off. `without`: in place of the feature's own."""
         if feature in self.off:
-            raise ImportError(self._line(without or FEATURES[feature].without, self.off[feature]))
+            raise ImportError(self._message(without or FEATURES[feature].without, self.off[feature]))
 
-    def _line(self, without: str, name: Moved) -> str:
-        return _line(f"`{self.trainer}` of trl_ext", without, name)
+    def _message(self, without: str, name: Moved) -> str:
+        return _message(f"`{self.trainer}` of trl_ext", without, name)
 
 
 def check_command_line() -> None:
     """Raise `ImportError` if an internal that the command line needs has moved."""
     for name in MOVED:
         if "command line" in features_of(name.place, name.name):
-            raise ImportError(_line("`trl-ext`", "does not work", name))
+            raise ImportError(_message("`trl-ext`", "does not work", name))
 
 
 def features_of(place: str, name: str) -> list[str]:
@@ -304,7 +301,7 @@ def features_of(place: str, name: str) -> list[str]:
     ]
 
 
-def _line(subject: str, without: str, name: Moved) -> str:
+def _message(subject: str, without: str, name: Moved) -> str:
     package = name.package
     return (
         f"{subject} {__version__} {without} with {package} {FOUND[package]}, because {name.change}. Run `pip install "
@@ -314,9 +311,17 @@ def _line(subject: str, without: str, name: Moved) -> str:
 
 def methods_off(trainer: str) -> list[str]:
     """Return the methods of ours that give way to those of TRL's class `trainer`."""
-    moved_names = [name for name in MOVED if _concerns(name.place, trainer)]
-    off = (feature for name in moved_names for feature in features_of(name.place, name.name))
-    return [method for feature in dict.fromkeys(off) for method in FEATURES[feature].methods.split()]
+    off = dict.fromkeys(feature for _, features in _moved_of(trainer) for feature in features or ())
+    return [method for feature in off for method in FEATURES[feature].methods.split()]
+
+
+def _moved_of(trainer: str) -> Iterator[tuple[Moved, list[str] | None]]:
+    """Yield what has moved, with the features of `trainer` that need it; `None` if `trainer` does not train without."""
+    for name in MOVED:
+        if _concerns(name.place, trainer):
+            features = features_of(name.place, name.name)
+            of_trainer = [x for x in features if trainer in (FEATURES[x].trainers or trainer).split()]
+            yield name, of_trainer if features else None
 
 
 def config_of_trl(name: str) -> Any:
@@ -328,7 +333,8 @@ def config_of_trl(name: str) -> Any:
         return config_class
 
     def refuse(cls: type, *_: Any, **__: Any) -> Any:
-        raise ImportError(_line(f"`{name}` of trl_ext", "does not work", Moved("trl", name, f"`trl` has no `{name}`")))
+        gone = Moved("trl", name, f"`trl` has no `{name}`")
+        raise ImportError(_message(f"`{name}` of trl_ext", "does not work", gone))
 
     return type(name, (), {"__new__": refuse})
 

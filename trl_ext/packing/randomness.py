@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from dis import get_instructions
 from functools import cache
 from itertools import pairwise
-from types import CodeType, FunctionType, MethodType
+from types import CodeType, FunctionType
 from typing import Any
 
 import numpy as np
@@ -173,10 +173,10 @@ def _randomness_of_users(name: str, module: nn.Module, hooks: list[Any]) -> Rand
                 return _of_user(
                     f"a forward hook of {_describe_module(name, module)}, {describe_function(function)}, {_MAY_CHANGE}"
                 )
-    replacements = _users_in_class(part, part.forward)
+    forwards = [part.forward]
     if "forward" in vars(module):  # it may call the class's
-        replacements += tuple(functions_of_users(vars(module)["forward"], class_forwards))
-    for function in replacements:
+        forwards.append(vars(module)["forward"])
+    for function in (x for forward in forwards for x in functions_of_users(forward, class_forwards)):
         return _of_user(
             f"the replaced `forward` of {_describe_module(name, module)}, {describe_function(function)}, {_MAY_CHANGE}"
         )
@@ -187,12 +187,6 @@ def _randomness_of_users(name: str, module: nn.Module, hooks: list[Any]) -> Rand
                 described = f"a backward hook of {_describe_module(name, module)}, {describe_function(function)}"
                 return Randomness(f"{described}, may change gradients", of_tokens=False)
     return None
-
-
-@cache
-def _users_in_class(part: type, forward: Any) -> tuple[FunctionType | MethodType, ...]:
-    """Return the functions of users in the `forward` that someone has given to the class."""
-    return tuple(functions_of_users(forward, _forwards_of(part)))
 
 
 @cache

@@ -27,6 +27,7 @@ from ..checkpoints.engine import (
     save_optimizer,
     why_not_loaded,
 )
+from ..compat.features import Features
 from ..compat.replaced import module_of, names_replaced, replaced
 from ..distributed.detect import detect_engine
 from ..distributed.ranks import Ranks
@@ -46,6 +47,7 @@ class Trainer(Protocol):
     state: Any
     optimizer: Any
     lr_scheduler: Any
+    _features: Features
     _ranks: Ranks
     is_fsdp_enabled: bool
     is_deepspeed_enabled: bool
@@ -87,7 +89,10 @@ class Checkpoints:
             `ValueError`: there is none, it is not complete, or the current engine cannot load it.
         """
         if self.are_trls:
-            return requested  # type: ignore[return-value]
+            meaning = _SPELLED.get(str(requested).lower(), requested)
+            if meaning == "auto":
+                self.trainer._features.require("checkpoints", 'does not take `resume_from_checkpoint="auto"`')
+            return meaning or None  # type: ignore[return-value]
         if not requested:
             self.resumes_from = None
             return None

@@ -73,7 +73,8 @@ class RLOOTrainer(ExactTrainer, trl.RLOOTrainer):
             check_completion_length(self.args, self.model)
             check_ends(self)
         if not self._replaces("batches"):
-            check_prompts(self, None if self._replaces("rendering") else self.processing_class)
+            if self._features.why_off("checks of data") is None:
+                check_prompts(self, None if self._replaces("rendering") else self.processing_class)
             check_images(self.train_dataset, "train_dataset", self.processing_class)
 
     def _has_reference(self) -> bool:
