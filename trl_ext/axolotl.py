@@ -85,12 +85,14 @@ class ExactDPOTrainer(AxolotlDPOTrainer):  # type: ignore[misc]
             self._attach(self.ref_model)  # which TRL may have loaded
         if self.uncovered_reason is not None:
             _log_handed_over(self.uncovered_reason)
-        elif self.precompute_ref_logps:
-            pass  # batches have its log-probs
-        elif self.ref_model is not None:
-            self._reference = core.Reference(self.ref_model, self.accelerator)
-        else:
+            return
+        if self.precompute_ref_logps:  # batches have its log-probs
+            return
+        if self.ref_model is None:
             self._reference = core.Reference(self.model, self.accelerator, within=self.model.disable_adapter)
+        else:
+            # TRL never trains it
+            self._reference = core.Reference(self.ref_model.requires_grad_(False), self.accelerator)
 
     def _attach(self, model: nn.Module | None) -> None:
         if model is not None:
