@@ -144,7 +144,7 @@ def test_another_version_of_trl_is_one_line(tmp_path: Path, monkeypatch: pytest.
     (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: trl\nVersion: 2.0.0\n")
     monkeypatch.syspath_prepend(tmp_path)
     file = Path(trl_ext.__file__).parent / "compat" / "__init__.py"
-    spec = importlib.util.spec_from_file_location("versions_again", file)
+    spec = importlib.util.spec_from_file_location("trl_ext.compat_again", file, submodule_search_locations=[])
     assert spec is not None
     assert spec.loader is not None
     with pytest.raises(ImportError, match=r"works with trl\S+, found trl 2\.0\.0\. Run `pip install 'trl\S+'`\.$"):
