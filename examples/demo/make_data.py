@@ -20,6 +20,11 @@ def preference(problem: Problem, generator: random.Random) -> dict[str, str]:
     return {"prompt": problem.prompt, "chosen": problem.worked(), "rejected": rejected}
 
 
+def demonstration(problem: Problem) -> dict[str, str]:
+    """SFT's row: the right answer."""
+    return {"prompt": problem.prompt, "completion": problem.worked()}
+
+
 def verifiable(problem: Problem) -> dict[str, str]:
     """A prompt and the number its answer must end in, for GRPO's reward and for the test."""
     return {"prompt": problem.prompt, "answer": str(problem.answer)}
@@ -39,5 +44,6 @@ if __name__ == "__main__":
     known = [problem for problem in problems("dpo", 8_000, seed=0) if problem.operation == "+" or not problem.carries]
     generator = random.Random(0)
     write(DATA / "dpo" / "train.jsonl", [preference(problem, generator) for problem in known[:4_000]])
+    write(DATA / "sft" / "train.jsonl", [demonstration(problem) for problem in known[4_000:4_500]])
     write(DATA / "grpo" / "train.jsonl", [verifiable(problem) for problem in problems("grpo", 4_000, seed=0)])
     write(DATA / "test" / "test.jsonl", [verifiable(problem) for problem in problems("test", 1_000, seed=0)])

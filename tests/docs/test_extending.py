@@ -19,7 +19,7 @@ import trl_ext
 from trl_ext import config
 from trl_ext.checks import arguments as checks
 from trl_ext.checks import names
-from trl_ext.cli import arguments, line, training
+from trl_ext.cli import arguments, demo, line
 from trl_ext.compat import choices, moved, removed, replaced
 from trl_ext.losses.loss_types import unknown_loss_types
 from trl_ext.losses.preference import PREFERENCE_LOSSES
@@ -59,8 +59,8 @@ TABLES: dict[str, tuple[set[str], set[str]]] = {
         METHODS,
     ),
     "trl_ext/cli/line.py": ({*line.METHODS}, METHODS),
+    "trl_ext/cli/demo.py": ({*demo._OF_METHOD}, METHODS),
     "trl_ext/cli/arguments.py": ({*arguments.CONFIGS}, METHODS),
-    "trl_ext/cli/training.py": ({*training.TRAINERS}, METHODS),
     "tests/support/other_drop_in_cases.py": (
         {case.trainer for case in (*drop_in_cases.CASES.values(), *other_drop_in_cases.CASES.values())},
         METHODS,

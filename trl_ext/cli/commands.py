@@ -8,6 +8,7 @@ from importlib import import_module
 from typing import ClassVar
 
 from . import CommandError, ReportedError, TrainingStoppedError, one_line
+from .demo import demo_words
 from .errors import as_typed, of_environment
 from .line import METHODS, Line, check, check_output, read, read_method
 
@@ -67,6 +68,16 @@ class MethodCommand(Command):
         return line
 
 
+class Compare(MethodCommand):
+    """Without a model and data, it compares on those of the demo."""
+
+    def read(self, words: list[str]) -> Line:
+        line = read_method(self.name, words)
+        if not line.asks_for_help and line.value("model_name_or_path") is None and line.value("dataset_name") is None:
+            words = [line.method, *demo_words(line.method), *words[1:]]
+        return super().read(words)
+
+
 class Train(MethodCommand):
     """A method, whose name is the command."""
 
@@ -92,6 +103,7 @@ COMMANDS: dict[str, Command] = {
             "estimate", "estimate the memory of a training step, and the longest sequence that fits", reads_data=False
         ),
         MethodCommand("plan", "find the batch, checkpointing and engine that fit, the fastest first"),
+        Compare("compare", "compare a few steps of TRL and of trl_ext: results, tokens, time, memory"),
         Command("doctor", "check versions, devices and the engine, and test the LM head on each device"),
     )
 }

@@ -16,7 +16,7 @@ from trl import is_conversational
 from ..fit.lengths import Array
 from . import CommandError
 from .arguments import Parsed
-from .training import TRAINERS, data_sets
+from .training import data_sets, trainer_class_of
 
 # Arguments that would load, write or report something, and have no effect on the tokens
 _OFF: dict[str, Any] = {
@@ -97,7 +97,7 @@ def _tokenized(method: str, training: Any, data: Dataset, processor: Any) -> Dat
             setattr(quiet, name, value)
     with tempfile.TemporaryDirectory() as folder:
         quiet.output_dir = folder
-        trainer = TRAINERS[method](
+        trainer = trainer_class_of(method)(
             model=LlamaForCausalLM(config),
             args=quiet,
             train_dataset=data,

@@ -1,5 +1,6 @@
 """`trl-ext dpo` and the like: build a trainer from arguments, and train in one or several processes."""
 
+import importlib
 import importlib.util
 import os
 import sys
@@ -17,24 +18,16 @@ from trl import get_dataset, get_peft_config, get_quantization_config
 
 from ..checks.names import did_you_mean
 from ..fit.policy import is_adapter, model_init_arguments
-from ..trainers.dpo import DPOTrainer
-from ..trainers.grpo import GRPOTrainer
-from ..trainers.kto import KTOTrainer
-from ..trainers.rloo import RLOOTrainer
-from ..trainers.sft import SFTTrainer
 from . import CommandError, TrainingStoppedError, one_line
 from .arguments import REWARDS, OneLineParser, Parsed, dataclasses_of, parse
 from .commands import Process
 from .launch import launch, needs_launch, without
 from .line import DATA_FORMATS, Line
 
-TRAINERS: dict[str, Any] = {
-    "sft": SFTTrainer,
-    "dpo": DPOTrainer,
-    "kto": KTOTrainer,
-    "grpo": GRPOTrainer,
-    "rloo": RLOOTrainer,
-}
+
+def trainer_class_of(method: str) -> Any:
+    """Return our trainer of a method, imported only now."""
+    return getattr(importlib.import_module("..", __package__), f"{method.upper()}Trainer")
 
 
 def rewards_of(script_args: Any) -> list[Any]:
@@ -106,14 +99,18 @@ def _imported(name: str, reward: str) -> Any:
         ) from error
 
 
-def build(method: str, parsed_arguments: Parsed, *, most_rows: int | None = None) -> Any:
-    """Return the trainer, ready to train, with at most the first `most_rows` of each data set."""
+def build(method: str, parsed_arguments: Parsed, *, trainer_class: Any = None, most_rows: int | None = None) -> Any:
+    """Return the trainer, ready to train, on at most the first `most_rows` of each data set.
+
+    Args:
+        trainer_class (`type`, *optional*): TRL's, in place of ours.
+    """
     script = parsed_arguments.script
     training = parsed_arguments.training
     rewards = {"reward_funcs": rewards_of(script)} if method in ("grpo", "rloo") else {}
     train, evaluation = data_sets(script, training, parsed_arguments.mixture, most_rows)
     model, quantization_config = _model(training, parsed_arguments.model)
-    trainer = TRAINERS[method](
+    trainer = (trainer_class or trainer_class_of(method))(
         model=model,
         args=training,
         train_dataset=train,
