@@ -85,6 +85,7 @@ def test_what_is_beyond_rounding_is_named(tmp_path: Path) -> None:
     # A value near 0, such as GRPO's loss at each first update, is compared with 0.01
     assert compared(run_of(0.0, 1e-9), run_of(1e-8, 0.0), tmp_path).beyond(FP32) == []
     assert compared(run_of(1.0), run_of(math.nan), tmp_path).beyond(FP32) == ["loss"]
+    assert compared(run_of(1.0, 2.0), run_of(1.0 + 1e-7, math.nan), tmp_path).beyond(FP32) == ["loss"]
     assert compared(run_of(math.nan), run_of(math.nan), tmp_path).beyond(FP32) == []
     # The norms of the difference and of the change are 1 and 2
     assert compared(run_of(1.0), run_of(1.0), tmp_path, apart=0.5).weights == pytest.approx(0.5)
@@ -97,6 +98,11 @@ def test_after_another_sample_nothing_is_compared(tmp_path: Path) -> None:
     comparison = compared(stock, ours, tmp_path, apart=0.5)
     assert comparison.steps == 2
     assert comparison.beyond(FP32) == ["samples"]
+    # One library may call `generate` more often
+    assert compared(run_of(1.0, samples="a"), run_of(1.0, samples="ab"), tmp_path).beyond(FP32) == ["samples"]
+    # Several equal calls in a step: weights count
+    several = run_of(1.0, samples="ab")
+    assert compared(several, several, tmp_path, apart=0.5).beyond(FP32) == ["weights"]
 
 
 def test_mistakes_are_one_line(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path):

@@ -10,6 +10,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +58,7 @@ class Comparison:
         steps (`int`): how many were compared: those before the first sample that differs.
         loss (`float`): the largest relative difference.
         metrics (`dict[str, float]`): the same for each metric that both log.
-        weights (`float`): the norm of the difference, relative to that of their change; NaN if not all steps count.
+        weights (`float`): the norm of the difference, relative to that of their change.
         initial (`bool`): whether both began with the same weights.
         samples (`list[bool]`): for each call of `generate`, whether both returned the same tokens.
         only (`dict[str, list[str]]`): the metrics that one library alone logs.
@@ -74,7 +75,7 @@ class Comparison:
     def beyond(self, tolerances: dict[str, float]) -> list[str]:
         """Return what differs by more than rounding."""
         measured = {"loss": self.loss, "metrics": max(self.metrics.values(), default=0.0), "weights": self.weights}
-        if self.steps < len(self.samples):
+        if not all(self.samples):
             measured.pop("weights")  # they are trained on other samples
         names = [name for name, value in measured.items() if not value <= tolerances[name]]
         return names + ["initial weights"] * (not self.initial) + ["samples"] * (not all(self.samples))
@@ -153,7 +154,7 @@ def run_alone(job: Job, folder: Path) -> RunResult:
 
 def compare(stock: RunResult, ours: RunResult, stock_weights: Path, our_weights: Path) -> Comparison:
     """Compare what two runs logged and trained. After a sample that differs, both train on other tokens."""
-    samples = [x == y for x, y in zip(stock.samples, ours.samples, strict=True)]
+    samples = [x == y for x, y in zip_longest(stock.samples, ours.samples)]
     calls_per_step = max(1, len(samples) // max(1, len(stock.log)))
     steps = samples.index(False) // calls_per_step if False in samples else len(stock.log)
     differences: dict[str, float] = {}
@@ -177,7 +178,14 @@ def compare(stock: RunResult, ours: RunResult, stock_weights: Path, our_weights:
 def _largest_difference(name: str, stock: list[dict[str, float]], ours: list[dict[str, float]], steps: int) -> float:
     pairs = [(x[name], y[name]) for x, y in zip(stock, ours, strict=True) if name in x and name in y]
     scale = max([_SMALLEST, *(abs(value) for pair in pairs for value in pair if math.isfinite(value))])
-    return max((abs(x - y) / scale for x, y in pairs[:steps] if x != y and not (x != x and y != y)), default=0.0)
+    return max((_difference(x, y, scale) for x, y in pairs[:steps]), default=0.0)
+
+
+def _difference(x: float, y: float, scale: float) -> float:
+    """Return the relative difference: infinite if only one is NaN, which `max` could drop."""
+    if x == y or (math.isnan(x) and math.isnan(y)):
+        return 0.0
+    return abs(x - y) / scale if math.isfinite(x) and math.isfinite(y) else math.inf
 
 
 def report(

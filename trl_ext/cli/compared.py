@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 import trl
-from transformers import GenerationMixin, PrinterCallback, TrainerCallback, set_seed
+from transformers import GenerationMixin, TrainerCallback, set_seed
 
 from .arguments import OneLineParser, Parsed, dataclasses_of
 from .line import read
@@ -141,7 +141,6 @@ def measured(job: Job, folder: Path) -> RunResult:
     meter = Meter()
     with meter.generation():
         trainer = build(job.method, parsed_arguments, trainer_class=trainer_class, most_rows=job.rows)
-        trainer.remove_callback(PrinterCallback)
         meter.watch(trainer)
         initial = _trained_weights(trainer.model)
         set_seed(training.seed)  # the constructors may draw differently, the steps must not
