@@ -8,7 +8,7 @@ TRL_1_15 := .venv-trl-1.15/bin/python
 TORCH_NEWEST := .venv-torch-newest/bin/python
 PYTEST := $(PYTHON) -m pytest -n 2
 
-.PHONY: demo demo-check demo-short smoke t test test-all fuzz same-bits test-part test-torch-newest test-nightly test-sampler test-axolotl try-trl lint types bench bench-training bench-passes bench-packing bench-balance bench-curves bench-plan bench-real bench-gpu bench-gpu-head bench-gpu-training bench-report docs dist dist-check wheels clean
+.PHONY: demo demo-check demo-short smoke t test test-all fuzz same-bits test-part test-torch-newest test-nightly test-sampler test-axolotl try-trl lint types bench bench-training bench-passes bench-packing bench-balance bench-curves bench-plan bench-real bench-real-task bench-gpu bench-gpu-head bench-gpu-training bench-report docs dist dist-check wheels clean
 
 # torch goes first, by its pin: any other order may fetch another build of it
 $(VENV_FOLDER)/installed: pyproject.toml constraints.txt
@@ -232,6 +232,11 @@ $(BENCH_REAL)/installed: pyproject.toml constraints.txt benchmarks/real.txt
 	touch $@
 bench-real: $(BENCH_REAL)/installed
 	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BENCH_REAL)/bin/python -W ignore benchmarks/real.py $(OPTIONS)
+	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BENCH_REAL)/bin/python -W ignore benchmarks/real_head.py
+
+# The real model learns a task: three seeds, with a learning rate of 0 and stock TRL as controls
+bench-real-task: $(BENCH_REAL)/installed
+	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BENCH_REAL)/bin/python -W ignore benchmarks/real_task.py $(OPTIONS)
 
 # On a machine with a GPU and no network, two calls of under 6 minutes each: make bench-gpu-head PYTHON=python3
 bench-gpu: bench-gpu-head bench-gpu-training

@@ -77,6 +77,23 @@ def test_an_example_trains_an_adapter(name: str, workshop: Workshop, tmp_path: P
         assert re.search(r"old policy +skip|old policy +reuse", said)
 
 
+CHECKPOINT = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "trl_ext" / "smollm2" / "model"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not CHECKPOINT.is_dir(), reason="`make bench-real` makes the checkpoint")
+def test_the_real_model_trains(tmp_path: Path) -> None:
+    """In a short form. `make bench-real-task` has three seeds and the controls."""
+    out = tmp_path / "out"
+    short = ["--steps", "1", "--held_out", "4", "--model", str(CHECKPOINT), "--output_dir", str(out)]
+    printed = run(["examples/real_model.py", *short], tmp_path, ACCELERATE_USE_CPU="true")
+    assert "of 4 held-out questions" in printed
+    assert_trained(out)
+    result = json.loads((out / "result.json").read_text())
+    assert result["held_out"] == 4
+    assert 0 <= result["before"] <= 4
+
+
 @pytest.mark.slow
 def test_qlora(tmp_path: Path) -> None:
     pytest.importorskip("bitsandbytes")
@@ -129,7 +146,7 @@ def test_every_example_is_in_the_table_and_its_commands_parse() -> None:
     files = [*EXAMPLES.glob("*.py"), *EXAMPLES.glob("*.ipynb")]
     assert all(f"[{x.name}]({x.name})" in page.read_text() for x in files)
     loops = {"loop_dpo", "loop_grpo"}  # tests/core runs them
-    assert {x.stem for x in files if x.suffix == ".py"} == RUNS.keys() | loops
+    assert {x.stem for x in files if x.suffix == ".py"} == RUNS.keys() | loops | {"real_model"}
     commands = _commands(page)
     assert len(commands) == 3
     for command in commands:
