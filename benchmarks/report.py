@@ -1,4 +1,4 @@
-"""Make the first tables and plots of benchmarks/RESULTS.md, and the README's picture, from the lines in benchmarks/results/.
+"""Make the first part of RESULTS.md, its plots and the README's picture, from the lines in benchmarks/results/.
 
     python benchmarks/report.py   # writes the page's generated part, and the images on it and in the README
 
