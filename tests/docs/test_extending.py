@@ -77,7 +77,6 @@ TABLES: dict[str, tuple[set[str], set[str]]] = {
     "docs/supported.md": (named_in("docs/supported.md", r"^\| .*\| `METHODTrainer` \|"), METHODS),
     "docs/arguments.md": (named_in("docs/arguments.md", r"^What .*`METHODConfig`"), METHODS),
     "docs/command-line.md": (named_in("docs/command-line.md", r"(?i:^\| \[.*`METHOD`)"), METHODS),
-    "docs/differences.md": (named_in("docs/differences.md", r"(?i:^.*`METHOD\.py`)"), METHODS),
     "docs/api.md": (named_in("docs/api.md", r"^::: trl_ext\.METHODTrainer$"), METHODS),
     "examples/README.md": (named_in("examples/README.md", r"(?i:\(METHOD(_lora)?\.py\))"), METHODS),
     "pyproject.toml": (named_in("pyproject.toml", r"^description = .*\bMETHOD\b"), METHODS),
