@@ -252,7 +252,7 @@ wheels:
 	python3 -m pip download --quiet --no-deps --only-binary=:all: --python-version $(WHEELS_PYTHON) --dest .whl \
 	    --constraint constraints.txt --requirement benchmarks/wheels.txt
 
-# Tables and plots of docs/performance.md and the README's picture, from the lines in benchmarks/results/; the figures of
+# Tables and plots of benchmarks/RESULTS.md and the README's picture, from the lines in benchmarks/results/; the figures of
 # the other pages, from formulas and counts
 bench-report: $(VENV)
 	$(PYTHON) benchmarks/report.py

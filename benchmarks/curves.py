@@ -4,7 +4,7 @@
     python benchmarks/curves.py --smoke   # a few steps of each kind of run, in a minute
 
 It goes on where it stopped: a run whose line is in the results folder is left out. Each line has the curves of one run,
-the accuracy on held-out problems, and the recipe. `report_curves.py` makes docs/exactness.md of them.
+the accuracy on held-out problems, and the recipe. `report_curves.py` makes the tables of RESULTS.md from them.
 
 - Arms: `trl_fp32` is the truth, and `ours_fp32` shows how far fp32 rounding alone carries a training. `trl_bf16` and
   `ours_bf16` have the same weights in fp32 and the same bf16 autocast; only their heads differ.

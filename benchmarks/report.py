@@ -1,4 +1,4 @@
-"""Make the tables and plots of docs/performance.md, and the README's picture, from the lines in benchmarks/results/.
+"""Make the first part of RESULTS.md, its plots and the README's picture, from the lines in benchmarks/results/.
 
     python benchmarks/report.py   # writes the page's generated part, and the images on it and in the README
 
@@ -16,7 +16,8 @@ from report_runs import Run, newest_runs
 from results import FOLDER
 
 DOCS = Path(__file__).parents[1] / "docs"
-PAGE = DOCS / "performance.md"
+PAGE = Path(__file__).parent / "RESULTS.md"
+IMAGES = "../docs/images"
 BEGIN, END = "<!-- made by benchmarks/report.py -->", "<!-- end of what it made -->"
 
 NAMES = {
@@ -129,7 +130,7 @@ def head_section(runs: list[Run], device: str) -> list[str]:
     rows = [[NAMES[name], *(number(x, ".1e") for x in errors.values())] for name, errors in worst_errors(runs).items()]
     text += ["Errors against float64, the largest over all uses and shapes:", table(["head", *ERRORS.values()], rows)]
     plots = ["times", *(["peaks"] if has_peaks(runs) else []), "errors"]
-    return [*text, *(f"![The head: {plot}](images/head-{plot}-{device}.png)" for plot in plots)]
+    return [*text, *(f"![The head: {plot}]({IMAGES}/head-{plot}-{device}.png)" for plot in plots)]
 
 
 def steps_section(runs: list[Run]) -> list[str]:
@@ -183,7 +184,7 @@ def curves_section(runs: list[Run]) -> list[str]:
         steps = len(run.lines["trl"]["loss"])
         text += [
             f"`{run.benchmark}`: over {steps} steps ours differs from TRL's in {different}.",
-            f"![{run.benchmark}](images/curve-{slug(run.benchmark)}-{slug(run.device)}.png)",
+            f"![{run.benchmark}]({IMAGES}/curve-{slug(run.benchmark)}-{slug(run.device)}.png)",
         ]
     return text
 
@@ -219,9 +220,10 @@ def sections(runs: list[Run]) -> str:
     return "\n\n".join(text) or NONE
 
 
-def with_part(page: str, part: str) -> str:
-    before, rest = page.split(BEGIN)
-    return f"{before}{BEGIN}\n\n{part}\n\n{END}{rest.split(END)[1]}"
+def with_part(page: str, part: str, begin: str = BEGIN) -> str:
+    before, rest = page.split(begin)
+    after = rest.partition(END)[2]
+    return f"{before}{begin}\n\n{part}\n\n{END}{after}"
 
 
 def draw(runs: list[Run], folder: Path) -> None:

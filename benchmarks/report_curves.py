@@ -1,4 +1,4 @@
-"""Make the generated part of docs/exactness.md and its plots, from the lines of curves.py.
+"""Make the last tables and plots of benchmarks/RESULTS.md, from the lines of curves.py.
 
     python benchmarks/report_curves.py
 
@@ -18,11 +18,11 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import numpy as np
 from curves import CLIP_RANGES, CURVES, FOLDER, lines_in
-from report import DOCS, table, with_part
+from report import DOCS, IMAGES, PAGE, table, with_part
 from report_plots import STYLE, WIDTH, save
 from scipy import stats
 
-PAGE = DOCS / "exactness.md"
+BEGIN = "<!-- made by benchmarks/report_curves.py -->"
 TRUTH, OTHERS = "trl_fp32", ("ours_fp32", "trl_bf16", "ours_bf16")
 NAMES = {"trl_fp32": "TRL, fp32", "ours_fp32": "ours, fp32", "trl_bf16": "TRL, bf16", "ours_bf16": "ours, bf16"}
 COLOURS = {"ours_fp32": "#777777", "trl_bf16": "#c1292e", "ours_bf16": "#0b6e4f"}
@@ -209,9 +209,9 @@ def sections(lines: Lines) -> str:
     text = ["### In training", verdict(comparisons)]
     for method in dict.fromkeys(group.method for group in groups):
         of_method = [x for x in comparisons if x.group.method == method]
-        text += [f"#### {method.upper()}", f"![Distances from fp32, {method.upper()}](images/exactness-{method}.png)"]
+        text += [f"#### {method.upper()}", f"![Distances from fp32, {method.upper()}]({IMAGES}/exactness-{method}.png)"]
         text += [distances_table(of_method, adjusted)]
-        text += [f"![{method.upper()} over steps](images/exactness-{method}-steps.png)"]
+        text += [f"![{method.upper()} over steps]({IMAGES}/exactness-{method}-steps.png)"]
     text += ["### Held-out accuracy", accuracy_table(groups)]
     text += ["### The head alone", ratios_table(lines, "head")]
     text += ["### On-policy steps", ratios_table(lines, "on_policy")]
@@ -272,7 +272,7 @@ def main() -> None:
         of_method = [group for group in groups if group.method == method]
         draw_distances(list(comparisons_of(of_method)), images / f"exactness-{method}.png")
         draw_steps(of_method, OVER_STEPS[method], images / f"exactness-{method}-steps.png")
-    PAGE.write_text(with_part(PAGE.read_text(), sections(lines)))
+    PAGE.write_text(with_part(PAGE.read_text(), sections(lines), BEGIN))
     print(f"wrote {PAGE}, from {len(lines)} lines")
 
 

@@ -1,4 +1,4 @@
-"""The plots of docs/performance.md, legible on a phone."""
+"""The plots of benchmarks/RESULTS.md, legible on a phone."""
 
 import re
 from collections.abc import Callable

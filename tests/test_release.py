@@ -89,7 +89,7 @@ def test_what_pypi_shows_links_to_the_repository_that_publishes_it():
     readme = release["absolute_links"](README, here, "v1.0.0")
     targets = re.findall(r"\]\(([^)]+)\)", readme)
     assert f"{here}/raw/v1.0.0/docs/images/badge-license.svg" in targets
-    assert f"{here}/blob/v1.0.0/docs/migrating.md" in targets
+    assert f"{here}/blob/v1.0.0/docs/differences.md" in targets
     assert [target for target in targets if not target.startswith(("https://", "#"))] == []
 
 

@@ -59,36 +59,33 @@ class AddedFields:
     """The fields that trl_ext adds to every config."""
 
     head: str = field(default="tiled", metadata={"choices": list(HEADS)})
-    """How log-probs are computed from hidden states. `"tiled"` never builds the logits. `"dense"` is the plain
-    definition, which holds all logits of a batch in memory."""
+    """How log-probs are computed. `"tiled"` never builds the logits, `"dense"` builds all of a batch."""
 
     head_chunk_size: int | None = None
-    """Tokens in a tile of the head. It changes memory and speed, not results. `None`: chosen automatically."""
+    """Tokens in a tile of the head: memory and speed, not results. `None`: chosen automatically."""
 
     head_kernels: str | None = field(default=None, metadata={"choices": list(KERNELS)})
-    """The kernels that the head runs between its matrix products. `"triton"` and `"torch"` differ by fp32 rounding.
-    `None`: Triton on devices that it compiles for, torch elsewhere."""
+    """The head's kernels between its matrix products; results differ by fp32 rounding. `None`: Triton where it
+    compiles."""
 
     padding_free: bool | None = None
-    """Whether to process a batch as one row without padding. `None`: if possible. `True`: raise an error before
-    training if it is not. `False`: keep the padded batch, as in TRL."""
+    """Process a batch as one row without padding. `None`: if possible. `True`: an error if it is not. `False`: keep the
+    padded batch, as in TRL."""
 
     share_prompts: bool | None = None
-    """Whether to process leading tokens once for all rows that share them. `None`: where this does not change training,
-    as it would with active dropout. `True`: raise an error before training if it is not possible."""
+    """Process leading tokens once for all rows that share them. `None`: where this does not change training, as it
+    would with active dropout. `True`: an error if it is not possible."""
 
     policy_adapter_name: str | None = None
-    """The adapter to train in a `PeftModel` that has several. `None`: the active one. If it is set without
-    `ref_adapter_name`, the reference is this adapter as it is when the trainer is built."""
+    """The adapter of a `PeftModel` to train. `None`: the active one. Without `ref_adapter_name`, the named adapter
+    before training is the reference."""
 
     on_non_finite_loss: str | None = field(default=None, metadata={"choices": list(ON_NON_FINITE_LOSS)})
-    """What to do when a training loss is NaN or infinite on any rank. `"stop"`: raise an error on all ranks, which
-    names the rows and the pass. `"skip"`: warn about them, and skip the optimizer step on all ranks. Both exchange one
-    number between the ranks for each micro-batch. `None`: as in TRL, the optimizer uses the gradients."""
+    """What to do if a training loss is NaN or infinite on any rank. `"stop"`: raise an error that names the rows and
+    the pass. `"skip"`: warn about them, and skip the optimizer step. `None`: continue, as in TRL."""
 
     show_plan: bool = True
-    """Whether to log the plan when training starts: what runs, what is skipped, and why. `trainer.explain()` returns it
-    at any time."""
+    """Log the plan when training starts: what runs, what is skipped, and why."""
 
     def __post_init__(self) -> None:
         check_declared(self, AddedFields)
@@ -128,12 +125,12 @@ class AddedReferenceFields(AddedFields):
     """The fields that trl_ext adds to the configs of trainers with a reference, in addition to [`AddedFields`]."""
 
     reference_device: str | None = field(default=None, metadata={"choices": ["cpu"]})
-    """Where to keep the weights of a separate reference model. `"cpu"`: in pinned host memory, copied to the device
-    layer by layer in each reference pass. `None`: on the device, as in TRL."""
+    """Where to keep a separate reference model. `"cpu"`: in host memory, copied to the device layer by layer in each
+    pass. `None`: on the device, as in TRL."""
 
     ref_adapter_name: str | None = None
-    """The adapter of a `PeftModel` that serves as the frozen reference. `None`: as in TRL, the base model for a
-    fresh adapter, and a copy of the adapter before training for a `PeftModel`."""
+    """The adapter of a `PeftModel` that is the frozen reference. `None`: as in TRL, the base model for a fresh adapter,
+    else the adapter before training."""
 
     def __post_init__(self) -> None:
         check_declared(self, AddedReferenceFields)
@@ -151,9 +148,8 @@ class AddedStoreFields(AddedReferenceFields):
     """The fields of trainers with a store of reference log-probs, in addition to [`AddedReferenceFields`]."""
 
     reference_store: str = field(default="disk", metadata={"choices": ["disk", "memory", "off"]})
-    """Where to keep per-token reference log-probs, so that each sequence is scored once. `"disk"`: later runs with the
-    same reference reuse them. `"memory"`: only this process uses them. `"off"`: the reference scores every
-    micro-batch, as in TRL."""
+    """Where to keep reference log-probs, so that each sequence is scored once. `"disk"`: also for later runs.
+    `"memory"`: for this run. `"off"`: the reference scores every micro-batch, as in TRL."""
 
     reference_store_dir: str | None = None
     """Folder of the store on disk. `None`: `trl_ext_reference_log_probs` in the cache of `datasets`
@@ -193,13 +189,12 @@ class AddedStepFields(AddedReferenceFields):
     """The fields of trainers that rearrange an optimizer step, in addition to [`AddedReferenceFields`]."""
 
     balance: bool = True
-    """Whether completions (pairs in DPO) move between ranks and micro-batches of an optimizer step, so that all have
-    about the same cost. Only where this changes no gradient. `False`: each rank trains on the rows that it got."""
+    """Move completions (pairs in DPO) between ranks and micro-batches of an optimizer step, so that all cost about the
+    same, where this changes no gradient. `False`: each rank trains on its own rows."""
 
     max_tokens_per_micro_batch: int | None = None
-    """The maximum number of tokens in one forward pass of the policy in training; a longer row is processed alone.
-    Where possible, the rows of an optimizer step run together in few passes, which changes no gradient. `None`: a pass
-    for each micro-batch."""
+    """The most tokens in one forward pass of the policy in training; a longer row runs alone. Where no gradient
+    changes, the rows of an optimizer step run together in few passes."""
 
     def __post_init__(self) -> None:
         check_declared(self, AddedStepFields)
@@ -212,15 +207,13 @@ class AddedGroupFields(AddedReferenceFields):
     """The fields of trainers that sample groups of completions, in addition to [`AddedReferenceFields`]."""
 
     zero_advantages_of_equal_rewards: bool = True
-    """Set the advantages of a group of GRPO, and of RLOO with `beta=0`, to 0 if all its rewards are bitwise equal. In
-    TRL they may be fp32 rounding noise of about 6e-4, for which AdamW takes steps of the full learning rate. Takes
-    effect only where zero-advantage completions can be skipped."""
+    """Set the advantages of a group of GRPO, and of RLOO with `beta=0`, to 0 if all its rewards are bitwise equal,
+    where zero-advantage completions can be skipped. `False`: TRL's, which may be rounding noise."""
 
     keep_groups_together: bool | None = None
-    """Whether to put the completions of a prompt into one micro-batch if there is room, within one optimizer step.
-    `None`: if this changes no gradient. `True`: raise an error before training if it would, or would save nothing;
-    assume that a subclass's overrides do not depend on the micro-batch as a whole, and with
-    `max_tokens_per_micro_batch` (GRPO) accept one without rows. `False`: TRL's order."""
+    """Put the completions of a prompt into one micro-batch, within one optimizer step. `None`: if this changes no
+    gradient. `True`: an error if it would, or would save nothing; overrides of a subclass must then work on any rows,
+    and with `max_tokens_per_micro_batch` on none. `False`: TRL's order."""
 
     def __post_init__(self) -> None:
         check_declared(self, AddedGroupFields)
@@ -234,18 +227,17 @@ class AddedDPOFields(AddedStepFields, AddedStoreFields):
 
     reward_scale: float = 1.0
     """The factor η by which the loss types `"rpo_forward_kl"`, `"rpo_backward_kl"` and `"rpo_squared"` multiply the
-    rewards in the columns `chosen_reward` and `rejected_reward`."""
+    columns `chosen_reward` and `rejected_reward`."""
 
     rpo_average_log_probs: bool = False
-    """Whether the three RPO loss types average log-ratios over the tokens of a completion. By default they sum them."""
+    """Average the log-ratios of a completion's tokens in the RPO loss types, instead of summing them."""
 
     sft_label_smoothing: float = 0.0
-    """Label smoothing over the vocabulary in the loss type `"sft"`, in [0, 1). TRL's `label_smoothing` is about which
-    completion was chosen."""
+    """Label smoothing over the vocabulary in the loss type `"sft"`, in [0, 1)."""
 
     sft_label_smoothing_convention: str = field(default="pytorch", metadata={"choices": list(CONVENTIONS)})
-    """How `sft_label_smoothing=a` spreads over a vocabulary of K tokens. `"pytorch"`: `a / K` for every token and
-    `1 - a` more for the target. `"megatron"`: `1 - a` for the target and `a / (K - 1)` for every other token."""
+    """How `sft_label_smoothing=a` spreads over K tokens. `"pytorch"`: `a / K` for each and `1 - a` more for the target.
+    `"megatron"`: `1 - a` for the target and `a / (K - 1)` for each other token."""
 
     def __post_init__(self) -> None:
         check_declared(self, AddedDPOFields)
@@ -261,38 +253,33 @@ class AddedGRPOFields(AddedGroupFields, AddedStepFields):
     """The fields that trl_ext adds to TRL's `GRPOConfig`, in addition to those above."""
 
     activation_offloading: bool = False
-    """Whether to keep activations in host memory between the forward and the backward of a micro-batch. Needs an
-    accelerator."""
+    """Keep activations in host memory between forward and backward. Needs an accelerator."""
 
     force_on_policy_ratio: bool = False
-    """Require that the ratio of the policy to the old policy is exactly 1, because the weights that sample a completion
-    also train on it. Raise an error before training unless a rollout batch is one training batch, used once."""
+    """Require a ratio of policy to old policy of exactly 1: an error unless each generation batch is one training
+    batch, used once."""
 
     trust_sampling_log_probs: bool = False
-    """Use the sampler's log-probs (vLLM's, or those of a `rollout_func`) as the old policy's. This is an approximation:
-    the difference between sampler and policy biases the ratio."""
+    """Use the log-probs of the sampler (vLLM or a `rollout_func`) as the old policy's. Their difference then biases the
+    ratio."""
 
     keep_sampling_mask: bool = False
-    """With `top_k`, `top_p` or `min_p`, normalise log-probs of policy, old policy and reference over the tokens that
-    the sampler could choose ("Keep Sampling Mask" of DeepSeek-V3.2, arXiv:2512.02556). The entropy is that of these
-    tokens too. `False`: over the whole vocabulary, as in TRL. With vLLM, `top_k` must be set."""
+    """With `top_k`, `top_p` or `min_p`, normalise log-probs and entropy over the tokens that the sampler could choose
+    (arXiv:2512.02556). With vLLM, `top_k` must be set. `False`: over the whole vocabulary, as in TRL."""
 
     dynamic_sampling: bool = False
-    """Replace zero-advantage groups by groups of other prompts, as DAPO does. This changes which prompts the policy is
-    trained on."""
+    """Replace zero-advantage groups by groups of other prompts. This changes which prompts are trained on."""
 
     dynamic_sampling_max_draws: int = 10
-    """With `dynamic_sampling`, the maximum number of generation batches to draw for one, including the first.
-    Zero-advantage groups that are left after the last draw stay."""
+    """With `dynamic_sampling`, the most generation batches to draw for one, including the first."""
 
     sampler_check: str = field(default="warn", metadata={"choices": ["warn", "stop", "off"]})
-    """What to do when vLLM's log-probs suddenly differ from the policy's by more than rounding, for example because
-    weights did not reach it. `"warn"`: log one warning, which names the weights if vLLM runs in this process. `"stop"`:
-    raise an error on all ranks."""
+    """What to do if vLLM's log-probs suddenly differ from the policy's by more than rounding. `"warn"`: log one
+    warning. `"stop"`: raise an error on all ranks."""
 
     vllm_engine_args: dict | str | None = None  # type: ignore[type-arg]  # the parser's own form
-    """Further arguments of vLLM's engine in colocated mode, such as `{"dtype": "float32"}`. They replace those that TRL
-    passes. Without `dtype`, vLLM loads an fp32 checkpoint in half precision."""
+    """Further arguments of vLLM's engine in colocated mode, such as `{"dtype": "float32"}`, in place of those that TRL
+    passes."""
 
     def __post_init__(self) -> None:
         check_declared(self, AddedGRPOFields)

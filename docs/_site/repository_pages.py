@@ -17,7 +17,7 @@ from mkdocs.structure.files import File, Files
 ROOT = Path(__file__).parents[2]
 LINK = re.compile(r"(?<=\]\()([^)#:\s]+)(#[^)\s]*)?(?=\))")
 CODE = re.compile(r"^```.*?^```$|`[^`\n]+`", re.MULTILINE | re.DOTALL)
-ALWAYS = ("CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")  # in the navigation
+ALWAYS = ("CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")  # also if no page links to them
 LANGUAGES = {".py": "python", ".yaml": "yaml", ".toml": "toml", ".txt": "text", "": "text"}
 
 on_site: dict[str, str] = {}  # a file of the repository -> its place among the site's sources

@@ -179,7 +179,7 @@ def line(subject, run, median, *, date="2026-01-02T00:00:00+00:00", benchmark="h
 
 def shown_in(text):
     """The images of a text."""
-    return {part.split(")")[0] for part in text.split("](images/")[1:]}
+    return {part.split(")")[0] for part in text.split(f"]({report.IMAGES}/")[1:]}
 
 
 def test_ratios_are_of_the_newest_run_alone(tmp_path):
@@ -249,6 +249,58 @@ def test_the_page_has_the_tables_of_the_committed_results():
     assert report.with_part(page, report.sections(report_runs.newest_runs(results.FOLDER))) == page, "make bench-report"
     for name in shown_in(page):
         assert (report.DOCS / "images" / name).exists()
+
+
+# A step in the table of docs/performance.md -> its benchmark
+STEPS_ON_THE_H200 = {
+    "GRPO, full fine-tuning": "grpo_step_full",
+    "GRPO, LoRA": "grpo_step_lora",
+    "DPO, LoRA, first epoch": "dpo_step_lora_epoch_1",
+    "DPO, LoRA, later epochs": "dpo_step_lora_epoch_2",
+    "DPO, LoRA, a Qwen3-VL on text, first epoch": "dpo_step_multimodal_epoch_1",
+    "the same, later epochs": "dpo_step_multimodal_epoch_2",
+    "GRPO, full, a Qwen3.5 without its CUDA kernels": "grpo_step_hybrid",
+}
+
+
+def test_the_performance_page_has_the_figures_of_the_lines():
+    page = " ".join((report.DOCS / "performance.md").read_text().replace("**", "").split())
+    runs = report_runs.newest_runs(results.FOLDER)
+    of_gpu = {run.benchmark: run for run in runs if run.device == "NVIDIA H200"}
+    for title, benchmark in STEPS_ON_THE_H200.items():
+        run = of_gpu[benchmark]
+        memory = run.lines["trl_ext"]["peak_mib"] / run.lines["trl"]["peak_mib"]
+        assert f"| {title} | {run.over('trl', 'trl_ext'):.2f} | {memory:.0%} |".replace("%", " %") in page
+    of_cpu = {run.benchmark: run for run in runs if run.device.startswith("CPU")}
+    grpo = of_cpu["grpo_step_lora"].over("trl_ext", "trl")
+    assert f"a GRPO step with LoRA takes {grpo:.2f} times TRL's time" in page
+    first, later = (of_cpu[f"dpo_step_lora_epoch_{epoch}"].over("trl_ext", "trl") for epoch in (1, 2))
+    assert f"takes {first:.2f} times in the first epoch and {later:.2f} times in later ones" in page
+    for shape, device, words in (
+        ((512, 2048, 32000), "CPU", "with a trained weight, but {frozen:.1f} times with a frozen"),
+        ((8192, 4096, 131072), "NVIDIA", "times with a frozen weight and {trained:.1f} times with a trained one"),
+    ):
+        over = {
+            report.IN_TABLES[run.benchmark]: run.over(run.ours, "trl")
+            for run in runs
+            if run.benchmark in report.USES and tuple(run.shape.values()) == shape and run.device.startswith(device)
+        }
+        assert f"{over['forward']:.1f} times TRL's time in a forward pass" in page
+        assert words.format(**over) in page
+
+
+def test_the_page_on_exactness_has_the_largest_errors_of_the_lines():
+    page = (report.DOCS / "exactness.md").read_text()
+    runs = report_runs.newest_runs(results.FOLDER)
+    for device, row in (
+        ("CPU", "three shapes on a CPU, logits like a trained model's"),
+        ("NVIDIA H200", "an H200, hidden sizes 1,024 to 8,192"),
+    ):
+        here = [run for run in runs if run.device.startswith(device) and run.benchmark in report.USES]
+        errors = report.worst_errors(here)
+        ours = errors.get("trl_ext", errors["trl_ext_torch"])
+        shown = [f"{x[report.ERRORS['max_error']]:.1e}".replace("e-0", "e-") for x in (errors["trl"], ours)]
+        assert f"| {row} | {' | '.join(shown)} |" in page
 
 
 def test_the_benchmark_of_the_store_counts_what_it_wrote(tmp_path):

@@ -42,7 +42,16 @@ def lines(far: dict[str, float], seeds: int = 6) -> list[dict[str, Any]]:
 def test_the_page_has_the_numbers_of_the_committed_lines() -> None:
     found = curves.lines_in(curves.FOLDER)
     page = report_curves.PAGE.read_text()
-    assert report_curves.with_part(page, report_curves.sections(found)) == page
+    assert report_curves.with_part(page, report_curves.sections(found), report_curves.BEGIN) == page
+
+
+def test_the_page_on_exactness_quotes_the_verdict() -> None:
+    found = curves.lines_in(curves.FOLDER)
+    verdict = report_curves.verdict(list(report_curves.comparisons_of(report_curves.groups_of(found))))
+    page = (report_curves.DOCS / "exactness.md").read_text()
+    assert f"\n> {verdict}\n" in page
+    runs = sum(line["benchmark"] == "curves" for line in found)
+    assert f"{runs} times for" in page
 
 
 def test_every_arm_of_the_committed_lines_has_at_least_ten_seeds() -> None:

@@ -77,7 +77,6 @@ TABLES: dict[str, tuple[set[str], set[str]]] = {
     "docs/supported.md": (named_in("docs/supported.md", r"^\| .*\| `METHODTrainer` \|"), METHODS),
     "docs/arguments.md": (named_in("docs/arguments.md", r"^What .*`METHODConfig`"), METHODS),
     "docs/command-line.md": (named_in("docs/command-line.md", r"(?i:^\| \[.*`METHOD`)"), METHODS),
-    "docs/comparison.md": (named_in("docs/comparison.md", r"(?i:^.*`METHOD\.py`)"), METHODS),
     "docs/api.md": (named_in("docs/api.md", r"^::: trl_ext\.METHODTrainer$"), METHODS),
     "examples/README.md": (named_in("examples/README.md", r"(?i:\(METHOD(_lora)?\.py\))"), METHODS),
     "pyproject.toml": (named_in("pyproject.toml", r"^description = .*\bMETHOD\b"), METHODS),
@@ -130,4 +129,4 @@ def test_each_method_with_loss_types_has_its_table() -> None:
 def test_each_loss_of_ours_is_in_the_docstring_and_on_the_page() -> None:
     for name in PREFERENCE_LOSSES:
         assert f'`"{name}"`' in (trl_ext.DPOConfig.__doc__ or "")
-        assert f"| `{name}` |" in page("docs/losses.md")
+        assert f"| `{name}` |" in page("docs/supported.md")

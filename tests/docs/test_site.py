@@ -11,10 +11,14 @@ NAMED = re.compile(r"`([\w.-]+/[\w./-]*(?:\.py|/))`")
 CODE = re.compile(r"^```.*?^```$|`[^`\n]+`", re.MULTILINE | re.DOTALL)
 
 
-def test_every_page_is_in_the_navigation():
-    navigation = (ROOT / "mkdocs.yml").read_text().split("\nnav:")[1]
-    listed = set(re.findall(r": (\S+\.md)$", navigation, re.MULTILINE))
-    assert {path.name for path in (ROOT / "docs").glob("*.md")} == {x for x in listed if "/" not in x} - {"index.md"}
+def test_every_page_is_in_the_navigation_or_for_contributors():
+    settings, navigation = (ROOT / "mkdocs.yml").read_text().split("\nnav:")
+    listed = re.findall(r"^  - .+: (\S+\.md)$", navigation, re.MULTILINE)
+    contributors = re.findall(r"^  ([\w-]+\.md)$", settings.split("not_in_nav: |\n")[1].split("\n\n")[0], re.MULTILINE)
+    pages_of_docs = {path.name for path in (ROOT / "docs").glob("*.md")}
+    assert pages_of_docs == {*listed, *contributors} - {"index.md"}
+    assert not {*listed} & {*contributors}
+    assert len(listed) == 16
 
 
 def test_every_link_leads_to_a_file():

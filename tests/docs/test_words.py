@@ -9,7 +9,10 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "examples").rglob("*.md")]
+PAGES = [
+    *ROOT.glob("*.md"),
+    *(x for folder in ("docs", "benchmarks", "examples") for x in (ROOT / folder).rglob("*.md")),
+]
 SOURCES = [path for folder in ("trl_ext", "examples", "benchmarks") for path in (ROOT / folder).rglob("*.py")]
 # Phrase -> what to write
 TRANSLATED = {

@@ -16,12 +16,12 @@ pytestmark = [
     pytest.mark.skipif(torch.version.cuda is not None, reason="the pretended GPU needs a build of torch for the CPU"),
     pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="runs Triton's kernels by its interpreter"),
 ]
-PERFORMANCE = Path(__file__).parents[2] / "docs" / "performance.md"
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "RESULTS.md"
 
 
 def test_launches_and_bytes_are_those_that_the_page_gives():
     found = json.loads(pretended_gpu.python(head_counts.__file__))
     assert found.keys() == {"forward", "frozen", "trained"}
-    page = PERFORMANCE.read_text()
+    page = RESULTS.read_text()
     for use, counts in found.items():
         assert f"| {use} | {counts['launches']} | {counts['bytes'] / 1e9:.1f} | {counts['milliseconds']:.1f} |" in page

@@ -185,35 +185,61 @@ def _without_numbers(reason: str) -> str:
     return re.sub(r"(,? by up to [\d.e+-]+| by [\d.e+-]+ of their norm)", "", reason)
 
 
+# Of the model types in a row that is not printed in full, those that readers look for
+_EXAMPLES = (
+    "gemma3",
+    "gpt_oss",
+    "llama",
+    "mistral",
+    "mixtral",
+    "olmo3",
+    "phi3",
+    "qwen2",
+    "qwen3",
+    "qwen3_moe",
+    "smollm3",
+)
+
+
+# The rows of the table, by kind of result
+_RESULTS = (
+    "yes",
+    "yes; recurrent layers run on rows",
+    "padding only",
+    "no; the plan says why",
+    "error: its log-probs are not those of its logits",
+    "not run",
+)
+
+
 def table() -> str:
-    """Return the docs' table of what was recorded: rows of equal results, the largest of each kind first."""
-    rows: defaultdict[tuple[int, str], dict[str, str]] = defaultdict(dict)
+    """Return the docs' table of what was recorded; the JSON file has the reasons. The first row has only examples."""
+    rows: defaultdict[int, dict[str, str]] = defaultdict(dict)
     for model_class, (types, support) in recorded().items():
-        marks = " ¹" * (support.shared == "in equal columns") + " ²" * (support.head == "own code")
-        marks += " ³" * (model_class in EARLIER)
-        rows[_row(support)] |= {model_type: f"`{model_type}`{marks}" for model_type in types}
+        mark = "¹" * (support.head == "own code") + "²" * (model_class in EARLIER)
+        rows[_row(support)] |= {model_type: f"`{model_type}`{mark}" for model_type in types}
     lines = ["| padding and prompts skipped | model types |\n", "|---|---|\n"]
-    for kind, result in sorted(rows, key=lambda row: (row[0], -len(rows[row]), row)):
-        names = rows[kind, result]
-        lines.append(f"| {result} | {', '.join(names[model_type] for model_type in sorted(names))} |\n")
+    for kind, names_of_types in sorted(rows.items()):
+        names = [name for _, name in sorted(names_of_types.items())]
+        if kind == 0:
+            marked = [name for name in names if not name.endswith("`")]
+            examples = [names_of_types[model_type] for model_type in _EXAMPLES]
+            names = [f"the {len(names)} types that are not named below, such as {examples[0]}", *examples[1:], *marked]
+        lines.append(f"| {_RESULTS[kind]} | {', '.join(names)} |\n")
     return "".join(lines)
 
 
-def _row(support: ClassSupport) -> tuple[int, str]:
-    """Return the place of the row's kind in the table, and the result that its classes have."""
-    reason = str(support.reason).partition(": ")[0]
-    reason = re.sub(r"`[\w.]+` \(\w+\) draws", "a layer draws", reason)
-    reason = re.sub(r"outputs of its \w+", "outputs of a layer", reason)
-    reason = re.sub(r"^The log-probs of \w+", "its log-probs", reason)
+def _row(support: ClassSupport) -> int:
+    """Return the place of the result in `_RESULTS`."""
     if support.head == "not run":
-        return 5, f"not run: {reason}"
+        return 5
     if support.head == "refused":
-        return 4, f"error: {reason}"
+        return 4
     if support.packed == "no":
-        return 3, f"no: {reason}"
+        return 3
     if support.shared == "none":
-        return 2, f"padding only: {reason}"
-    return (1, "yes; recurrent layers run on rows") if support.packed == "on rows" else (0, "yes")
+        return 2
+    return 1 if support.packed == "on rows" else 0
 
 
 def page_with_table() -> str:

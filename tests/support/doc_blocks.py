@@ -50,7 +50,7 @@ class Block:
 def pages() -> list[Path]:
     """Return the Markdown files that a user reads."""
     return [
-        *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md")),
+        *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md", "benchmarks/RESULTS.md")),
         *sorted((ROOT / "docs").glob("*.md")),
         *sorted((ROOT / "examples").rglob("*.md")),
     ]

@@ -91,7 +91,7 @@ REFUSED: dict[str, Callable[[Draw], Any]] = {
 def _without_second_train(drawn: Draw) -> Draw:
     """Return a draw without what follows a training that ends within GRPO's generation cycle.
 
-    A second `train` then starts with new completions (docs/skipped-work.md).
+    A second `train` then starts with new completions (docs/differences.md).
     """
     case = drawn.case
     accumulation = case.config.get("gradient_accumulation_steps", 1)
@@ -102,7 +102,7 @@ def _without_second_train(drawn: Draw) -> Draw:
 
 
 def _for_stock(drawn: Draw) -> Draw:
-    """Return the draw for stock: without what docs/migrating.md says that the user's code finds otherwise in ours.
+    """Return the draw for stock: without what docs/differences.md says that the user's code finds otherwise in ours.
 
     The reference's sums follow a mask that the code changes, and SFT's batches have rows with `padding_free=True`.
     """

@@ -270,7 +270,7 @@ def _draws_in_training(module: Any, inputs: Any, output: Tensor) -> Tensor:
     return output + 0.05 * torch.randn_like(output) if module.training else output
 
 
-# docs/skipped-work.md says what is not seen to differ from call to call
+# docs/differences.md says what is not seen to differ from call to call
 HOOK_ACTIONS: dict[str, Callable[[Any, Any, Tensor], Tensor]] = {
     "scales": lambda module, inputs, output: 1.1 * output,
     "scales in training": lambda module, inputs, output: 1.1 * output if module.training else output,

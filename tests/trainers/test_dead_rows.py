@@ -121,7 +121,7 @@ def test_with_the_switch_off_equal_rewards_train_as_in_trl(rewards: str, generat
 
 
 def test_adamw_steps_on_trls_rounding_noise_but_not_with_ours(workshop: Workshop) -> None:
-    """The figures of docs/skipped-work.md: eight rewards of 0.7."""
+    """The figures of docs/differences.md: eight rewards of 0.7."""
     config = {"num_generations": 8, "per_device_train_batch_size": 8, "optim": "adamw_torch", "learning_rate": 1e-3}
     case = case_of("noise", "tenths", steps=1, **config)
     stock, ours = train(case, STOCK, workshop), train(case, OURS, workshop)

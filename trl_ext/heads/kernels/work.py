@@ -170,7 +170,7 @@ def triton_unavailable_reason(device: torch.device) -> str | None:
     except Exception as error:  # from the compiler, the driver or a missing C compiler
         wrong = f"on {device} its kernels fail: {type(error).__name__}: {error}"
     if wrong is not None:
-        # Estimated like the table in docs/performance.md
+        # Estimated like the table in benchmarks/RESULTS.md
         cost = "but it takes an estimated 1.6 to 2 times as long (`trl-ext doctor` repeats the test)"
         results = f"so torch computes the LM head. Results are the same, {cost}"
         warnings.warn(f"Triton kernels could not be used, {results}: {wrong}", stacklevel=2)
