@@ -192,7 +192,7 @@ def newest(folder: Path = results.FOLDER) -> list[dict[str, Any]]:
 
 
 def tables(lines: list[dict[str, Any]]) -> str:
-    """Return the simulated lines as the two tables of docs/sharding.md."""
+    """Return the simulated lines as the two tables of balance.md."""
     ranks = sorted({x["ranks"] for x in lines} - {4, 16})
     of_step: dict[str, list[dict[str, Any]]] = {}
     for x in lines:

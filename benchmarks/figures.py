@@ -73,7 +73,7 @@ def draw_bytes(axes: Any) -> None:
     ranks = (2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
     hidden, vocabulary = 4096, 131072
     for tokens, colour in zip((512, 4096), COLOURS, strict=False):
-        # docs/sharding.md explains both formulas
+        # docs/design-notes.md has both formulas
         received = [(R - 1) * tokens * (6 * hidden + 32) / MIB for R in ranks]
         axes.plot(ranks, received, color=colour, label=f"hidden states travel, {tokens} tokens per rank")
     received = [(R - 1) / R * 2 * hidden * vocabulary / MIB for R in ranks]

@@ -1,4 +1,4 @@
-"""No pickle is read, nothing sets `trust_remote_code`, and the dependencies are those that docs/safety.md reviews."""
+"""No pickle is read, nothing sets `trust_remote_code`, and the dependencies are those that SECURITY.md reviews."""
 
 import ast
 import re
@@ -55,7 +55,7 @@ def test_a_call_that_could_execute_data_is_noticed(line: str):
 
 
 def test_the_reviewed_dependencies_are_those_of_the_package():
-    review = (ROOT / "docs" / "safety.md").read_text().split("## Dependencies")[1]
+    review = (ROOT / "SECURITY.md").read_text().split("## Dependencies")[1]
     rows = re.findall(r"^\| ([a-z]+) \| ([^|]+) \| ([^|]+) \|", review, re.MULTILINE)
     reviewed = {name: spec.strip().replace(", ", ",").replace("any", "") for name, spec, _ in rows if name != "package"}
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]

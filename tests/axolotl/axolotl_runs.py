@@ -55,8 +55,8 @@ class MoreArguments(BasePlugin):
 
 
 def recipe() -> dict[str, Any]:
-    """Return the config that docs/axolotl.md shows."""
-    page = (ROOT / "docs" / "axolotl.md").read_text()
+    """Return the config that docs/own-loop.md shows."""
+    page = (ROOT / "docs" / "own-loop.md").read_text()
     block: dict[str, Any] = yaml.safe_load(page.split("```yaml\n")[1].split("```")[0])
     return block
 

@@ -313,6 +313,6 @@ def test_the_benchmark_of_the_store_counts_what_it_wrote(tmp_path):
 
 
 def test_the_documentation_has_the_newest_simulation_of_balance() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "sharding.md").read_text()
+    page = (Path(__file__).parents[2] / "benchmarks" / "balance.md").read_text()
     for table in balance.tables(balance.newest()).split("\n\n"):
         assert table in page

@@ -22,8 +22,8 @@ LONG = [block for block in RUN if block not in SHORT]
 # Why a block is not run, and how many blocks may say so: a further one is a decision
 NOT_RUN = {
     "a piece of a script": 2,
-    "installs": 5,
-    "needs several GPUs and a network; the same launches, of small models, are test_accelerate_configs.py's": 2,
+    "installs": 3,
+    "needs several GPUs and a network; the same launches, of small models, are test_accelerate_configs.py's": 1,
     "needs vLLM": 2,
     "takes minutes, and its parts have tests of their own": 3,
 }
@@ -43,8 +43,8 @@ def test_few_blocks_do_not_run_and_their_reasons_are_known():
     found = Counter(block.why_not for block in BLOCKS if block.why_not and not block.with_demo)
     assert {why: count for why, count in found.items() if count > NOT_RUN.get(why, 0)} == {}
     assert 2 <= len(WITH_DEMO) <= 5
-    assert len(RUN) >= 20
-    assert len(SHORT) >= 4
+    assert len(RUN) >= 12
+    assert len(SHORT) >= 2
 
 
 def test_the_targets_of_make_in_the_docs_exist():

@@ -1,4 +1,4 @@
-"""Reads the tables of docs/metrics.md: which logged metrics may differ from stock TRL's, and when."""
+"""Reads the tables of docs/following.md: which logged metrics may differ from stock TRL's, and when."""
 
 import functools
 import re
@@ -12,7 +12,7 @@ from drop_in_cases import Case
 from rewards import NOISY_REWARDS
 from trl_ext.losses.preference import READ_REWARDS
 
-PAGE = Path(__file__).parents[2] / "docs" / "metrics.md"
+PAGE = Path(__file__).parents[2] / "docs" / "following.md"
 HEADER = "| metric | when it differs | value |"
 
 
@@ -69,52 +69,48 @@ def _loss_types(case: Case) -> list[str]:
 # Condition in the page's second column -> function that tells whether it holds
 CONDITIONS: dict[str, Callable[[Case, Situation], bool]] = {
     "always": lambda case, situation: True,
-    "always, with GRPO and RLOO": lambda case, situation: case.trainer in _GROUPED,
-    "in training, where rows are not scored": lambda case, situation: (
+    "GRPO, RLOO": lambda case, situation: case.trainer in _GROUPED,
+    "training, rows not scored": lambda case, situation: (
         case.trainer in _GROUPED and not situation.evaluation and situation.rows_not_scored
     ),
-    "with the vLLM correction": lambda case, situation: _corrects(case),
-    "in training, with the vLLM correction": lambda case, situation: _corrects(case) and not situation.evaluation,
-    "in evaluation, with the vLLM correction, where completions are fully masked or vLLM gives no log-probs": (
+    "vLLM correction": lambda case, situation: _corrects(case),
+    "vLLM correction, training": lambda case, situation: _corrects(case) and not situation.evaluation,
+    "vLLM correction, evaluation with masked completions or without vLLM's log-probs": (
         lambda case, situation: (
             _corrects(case)
             and situation.evaluation
             and (_masks_whole_completions(case) or case.rollout.startswith("no_log_probs"))
         )
     ),
-    "with RLOO and a KL term": lambda case, situation: case.trainer == "rloo" and case.config.get("beta", 0.05) != 0.0,
-    "where completions have one token and some are masked": lambda case, situation: (
+    "RLOO, KL term": lambda case, situation: case.trainer == "rloo" and case.config.get("beta", 0.05) != 0.0,
+    "completions of one token, some masked": lambda case, situation: (
         case.config.get("max_completion_length") == 1 and _masks_whole_completions(case)
     ),
-    "in training, where all rewards of a group are equal": lambda case, situation: (
-        _zeroes_noise(case) and not situation.evaluation
-    ),
-    "in training, where groups are kept together": lambda case, situation: (
+    "training, equal rewards in a group": lambda case, situation: _zeroes_noise(case) and not situation.evaluation,
+    "training, groups kept together": lambda case, situation: (
         case.trainer in _GROUPED
         and case.ours.get("keep_groups_together") is not False
         and case.config.get("gradient_accumulation_steps", 1) > 1  # rows stay in their optimizer step
         and not situation.evaluation
     ),
-    "where rows move between processes": lambda case, situation: False,  # these cases run on one
-    "with DPO, while the policy equals a reference that was scored in another batch": (
+    "rows move between processes": lambda case, situation: False,  # these cases run on one
+    "DPO, policy equals a reference scored in another batch": (
         lambda case, situation: case.accuracy_is_noise_at_first and situation.first
     ),
-    "with `dynamic_sampling`": lambda case, situation: case.config.get("dynamic_sampling", False),
-    "with DPO, where the only loss is `sft`": lambda case, situation: (
-        case.trainer == "dpo" and _loss_types(case) == ["sft"]
-    ),
-    "in evaluation of several sets": lambda case, situation: bool(case.eval_sets) and situation.evaluation,
-    'with SFT\'s `padding_free=True` and `include_num_input_tokens_seen="all"`': lambda case, situation: (
+    "`dynamic_sampling`": lambda case, situation: case.config.get("dynamic_sampling", False),
+    "DPO, only `sft`": lambda case, situation: case.trainer == "dpo" and _loss_types(case) == ["sft"],
+    "evaluation of several sets": lambda case, situation: bool(case.eval_sets) and situation.evaluation,
+    'SFT, `padding_free=True`, `include_num_input_tokens_seen="all"`': lambda case, situation: (
         case.trainer == "sft"
         and bool(case.config.get("padding_free"))
         and case.config.get("include_num_input_tokens_seen") == "all"
     ),
-    "in training, with `max_tokens_per_micro_batch` and gradient accumulation": lambda case, situation: (
+    "training, `max_tokens_per_micro_batch`, gradient accumulation": lambda case, situation: (
         bool(case.ours.get("max_tokens_per_micro_batch"))
         and case.config.get("gradient_accumulation_steps", 1) > 1
         and not situation.evaluation
     ),
-    "with an RPO loss type": lambda case, situation: not READ_REWARDS.isdisjoint(_loss_types(case)),
+    "RPO losses": lambda case, situation: not READ_REWARDS.isdisjoint(_loss_types(case)),
 }
 
 

@@ -23,7 +23,7 @@ def _close(got: float | None, want: float | None, scale: float) -> bool:
 def assert_same(case: Case, ours: Record, stock: Record) -> None:
     """Raise AssertionError, naming everything that differs, unless `ours` equals `stock` within `TOLERANCE`.
 
-    Logged metrics may differ if the table of docs/metrics.md says so. `skipped/*` of GRPO must equal what the
+    Logged metrics may differ if the table of docs/following.md says so. `skipped/*` of GRPO must equal what the
     hooks on the input embeddings counted.
     """
     wrong: list[str] = []

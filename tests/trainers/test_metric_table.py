@@ -1,4 +1,4 @@
-"""The comparison allows differences only in metrics, and under conditions, that docs/metrics.md names."""
+"""The comparison allows differences only in metrics, and under conditions, that docs/following.md names."""
 
 import copy
 import functools

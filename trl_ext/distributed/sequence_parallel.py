@@ -2,7 +2,7 @@
 
 Accelerate creates such groups for context parallelism (`cp_size`, FSDP2) and Ulysses sequence parallelism (`sp_size`,
 DeepSpeed). This module uses its groups, sharded weights and gradient reduction, but neither its splitting of batches
-nor its attention; docs/sharding.md gives the reasons.
+nor its attention; docs/design-notes.md gives the reasons.
 
 Dimensions: T tokens, n ranks, c = ceil(T / n) tokens of each, A heads, D features of a head.
 """
