@@ -12,6 +12,7 @@ from pathlib import Path
 
 from report_overview import draw_error, draw_overview
 from report_plots import draw_curves, draw_errors, draw_peaks, draw_times, slug
+from report_real import ERROR_HEADER, STEP_HEADER, TASK_HEADER, TITLES, draw_real, error_rows, step_rows, task_rows
 from report_runs import Run, newest_runs
 from results import FOLDER
 
@@ -133,6 +134,18 @@ def head_section(runs: list[Run], device: str) -> list[str]:
     return [*text, *(f"![The head: {plot}]({IMAGES}/head-{plot}-{device}.png)" for plot in plots)]
 
 
+def real_section(runs: list[Run]) -> list[str]:
+    """Return the section on the real model: steps, errors and the task that it learns."""
+    text = ["#### Whole steps of SmolLM2-135M-Instruct, generation included", table(STEP_HEADER, step_rows(runs))]
+    text += [f"- {TITLES[run.benchmark]}: `{run.shape['arguments']}`" for run in runs if run.benchmark in TITLES]
+    for run in runs:
+        if run.benchmark == "real_head_bf16":
+            text += ["#### Log-probs of SmolLM2-135M-Instruct in bf16", table(ERROR_HEADER, error_rows(run))]
+        elif run.benchmark == "real_task_last_word":
+            text += ["#### SmolLM2-135M-Instruct learns a task", table(TASK_HEADER, task_rows(run))]
+    return text
+
+
 def steps_section(runs: list[Run]) -> list[str]:
     """Return the section on runs of two subjects, of which the first is the baseline."""
     text = ["#### Whole steps"]
@@ -210,10 +223,12 @@ def sections(runs: list[Run]) -> str:
         head = [run for run in here if run.benchmark in USES]
         longest = [run for run in here if "longest" in run.benchmark]
         curves = [run for run in here if "curve" in run.benchmark]
-        timed = [run for run in here if run not in (*head, *longest, *curves) and len(run.lines) == 2]
+        real = [run for run in here if run.benchmark.startswith("real_")]
+        timed = [run for run in here if run not in (*head, *longest, *curves, *real) and len(run.lines) == 2]
         text += [f"### {device}", origins(here)]
         if head:
             text += head_section(head, slug(device))
+        text += real_section(real) if real else []
         text += steps_section(timed) if timed else []
         text += longest_section(longest) if longest else []
         text += curves_section(curves) if curves else []
@@ -248,6 +263,7 @@ def main() -> None:
     if runs:
         draw_overview(runs, NAMES, DOCS / "images" / "overview.png")
         draw_error(runs, NAMES, DOCS / "images" / "head-error.png")
+        draw_real(runs, DOCS / "images" / "real-model.png")
     print(f"wrote {PAGE}, from {len(runs)} runs")
 
 

@@ -1,4 +1,4 @@
-"""The table and the plot of whole steps of a real model, from the lines of benchmarks/real.py."""
+"""The tables and the plot of a real model, from the lines of real.py, real_head.py and real_task.py."""
 
 from pathlib import Path
 
@@ -21,8 +21,9 @@ TITLES = {
     "real_sft_lora": "SFT, LoRA, rows of equal lengths",
     "real_sft_full_bf16_short": "SFT, full, bf16, one row of 68 tokens",
 }
+# Shown in the README
 PLOTTED = [name for name in TITLES if name not in ("real_dpo_lora_checkpointing", "real_dpo_lora_batch_8")]
-HEADER = [
+STEP_HEADER = [
     "step",
     "TRL, s",
     "trl_ext, s",
@@ -32,6 +33,10 @@ HEADER = [
     "peak, MiB",
     "loss differs by",
 ]
+ERROR_HEADER = ["head", "largest error, head alone", "with the backbone, largest", "with the backbone, mean"]
+HEADS = {"trl": "TRL", "trl_ext_torch": "trl_ext"}
+TASK_HEADER = ["trained by", "seed 0", "seed 1", "seed 2", "untrained", "best constant answer", "CPU s"]
+TRAINED_BY = {"trl_ext": "trl_ext", "trl": "TRL", "learning_rate_0": "trl_ext, learning rate 0"}
 
 
 def real_runs(runs: list[Run]) -> dict[str, Run]:
@@ -40,14 +45,17 @@ def real_runs(runs: list[Run]) -> dict[str, Run]:
     return {name: measured[name] for name in TITLES if name in measured}
 
 
-def rows(runs: list[Run]) -> list[list[str]]:
+def step_rows(runs: list[Run]) -> list[list[str]]:
     """Return the cells of the table."""
     return [_cells(name, run) for name, run in real_runs(runs).items()]
 
 
 def _cells(name: str, run: Run) -> list[str]:
     stock, ours = run.lines["trl"], run.lines["trl_ext"]
-    seconds = [f"{line['median_ms'] / 1e3:.2f} ({line['min_ms'] / 1e3:.2f}-{line['max_ms'] / 1e3:.2f})" for line in (stock, ours)]
+    seconds = [
+        f"{line['median_ms'] / 1e3:.2f} ({line['min_ms'] / 1e3:.2f}-{line['max_ms'] / 1e3:.2f})"
+        for line in (stock, ours)
+    ]
     generation = [f"{line['generation_ms'] / 1e3:.2f}" for line in (stock, ours)]
     return [
         TITLES[name],
@@ -60,9 +68,40 @@ def _cells(name: str, run: Run) -> list[str]:
     ]
 
 
+def error_rows(run: Run) -> list[list[str]]:
+    """Return the errors of log-probs against float64, a row for each head."""
+    return [
+        [
+            title,
+            f"{run.lines[name]['max_error']:.1e}",
+            f"{run.lines[name]['with_backbone']['max']:.2f}",
+            f"{run.lines[name]['with_backbone']['mean']:.3f}",
+        ]
+        for name, title in HEADS.items()
+    ]
+
+
+def task_rows(run: Run) -> list[list[str]]:
+    """Return the right answers of each seed, a row for each training."""
+    held_out = run.shape["held_out"]
+    return [
+        [
+            title,
+            *(f"{count} of {held_out}" for count in line["after"]),
+            ", ".join(str(count) for count in line["before"]),
+            ", ".join(str(count) for count in line["constant"]),
+            ", ".join(f"{seconds:.0f}" for seconds in line["seconds"]),
+        ]
+        for name, title in TRAINED_BY.items()
+        if (line := run.lines.get(name))
+    ]
+
+
 def draw_real(runs: list[Run], path: Path) -> None:
     """Draw time and peak memory of each step relative to TRL's, a row each; the line at 1 is TRL."""
     chosen = {TITLES[name]: run for name, run in real_runs(runs).items() if name in PLOTTED}
+    if not chosen:
+        return
     time = [run.over("trl_ext", "trl") or 0.0 for run in chosen.values()]
     memory = [run.lines["trl_ext"]["peak_mib"] / run.lines["trl"]["peak_mib"] for run in chosen.values()]
     with plt.rc_context(STYLE):
