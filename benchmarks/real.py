@@ -3,15 +3,17 @@
     make bench-real            # in an environment of its own, on one CPU thread
     python benchmarks/real.py --only grpo --steps 3
 
-Each case is a run of `trl-ext compare`: the same arguments, data and seed, in processes of their own. Completions of
-GRPO and RLOO are sampled by `generate`. On a line, milliseconds are those of whole steps, generation included, without
-the first one; `generation_ms` is the median of generation. On our line, `differences` has the largest relative
-difference of loss and metrics, and that of the weights from their change.
+Each case is a run of `trl-ext compare`: the same arguments, data and seed, in processes of their own. Two cases run at
+a time, each on one thread, and times are CPU seconds. Completions of GRPO and RLOO are sampled by `generate`. On a line,
+milliseconds are those of whole steps, generation included, without the first one; `generation_ms` is the median of
+generation, and `equal_rewards` the mean share of groups whose rewards are equal. On our line, `differences` has the
+largest relative difference of loss and metrics, and that of the weights from their change.
 """
 
 import argparse
 import statistics
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,7 +34,8 @@ _FULL = "--learning_rate 1e-5"
 _FP32 = "--bf16 false --dtype float32"
 _BF16 = "--bf16 false --dtype bfloat16"
 _AUTOCAST = "--bf16 true --dtype float32"
-_REWARD = f"--reward_funcs {Path(__file__).parent / 'real_rewards.py'}:right_answer"
+_REWARDS = Path(__file__).parent / "real_rewards.py"
+_REWARD = f"--reward_funcs {_REWARDS}:right_answer"
 
 
 @dataclass(frozen=True)
@@ -45,18 +48,13 @@ class Case:
     words: str  # the arguments of `trl-ext`
 
 
+# So that two cases that run at a time fit into 24 GiB
 CASES = [
     Case(
         "grpo_lora",
         "grpo",
         "questions",
         f"{_LORA} {_FP32} {_REWARD} --per_device_train_batch_size 32 --num_generations 8 --max_completion_length 8",
-    ),
-    Case(
-        "grpo_lora_64_tokens",
-        "grpo",
-        "questions",
-        f"{_LORA} {_FP32} {_REWARD} --per_device_train_batch_size 32 --num_generations 8 --max_completion_length 64",
     ),
     Case("dpo_lora", "dpo", "answers", f"{_LORA} {_FP32} --per_device_train_batch_size 2"),
     Case(
@@ -65,19 +63,31 @@ CASES = [
         "answers",
         f"{_LORA} {_FP32} --per_device_train_batch_size 2 --gradient_checkpointing true",
     ),
-    Case("dpo_lora_batch_8", "dpo", "answers", f"{_LORA} {_FP32} --per_device_train_batch_size 8"),
-    Case("dpo_lora_long", "dpo", "long", f"{_LORA} {_FP32} --per_device_train_batch_size 2 --max_length 512"),
-    Case("dpo_full_autocast", "dpo", "answers", f"{_FULL} {_AUTOCAST} --per_device_train_batch_size 2"),
-    Case("dpo_lora_bf16_equal", "dpo", "equal", f"{_LORA} {_BF16} --per_device_train_batch_size 2 --max_length 160"),
     Case("kto_lora", "kto", "labelled answers", f"{_LORA} {_FP32} --per_device_train_batch_size 4"),
+    Case("sft_lora", "sft", "passages", f"{_LORA} {_FP32} --per_device_train_batch_size 2 --max_length 160"),
+    Case("sft_full_bf16_short", "sft", "short passages", f"{_FULL} {_BF16} --per_device_train_batch_size 1"),
     Case(
         "rloo_lora",
         "rloo",
         "questions",
         f"{_LORA} {_FP32} {_REWARD} --per_device_train_batch_size 8 --num_generations 4 --max_completion_length 8",
     ),
-    Case("sft_lora", "sft", "passages", f"{_LORA} {_FP32} --per_device_train_batch_size 2 --max_length 160"),
-    Case("sft_full_bf16_short", "sft", "short passages", f"{_FULL} {_BF16} --per_device_train_batch_size 1"),
+    Case(
+        "grpo_lora_mixed",
+        "grpo",
+        "last words",
+        f"{_LORA} {_FP32} {_REWARD} --per_device_train_batch_size 16 --num_generations 8 --max_completion_length 8",
+    ),
+    Case(
+        "grpo_lora_64_tokens",
+        "grpo",
+        "questions",
+        f"{_LORA} {_FP32} {_REWARD} --per_device_train_batch_size 16 --num_generations 8 --max_completion_length 64",
+    ),
+    Case("dpo_lora_batch_8", "dpo", "answers", f"{_LORA} {_FP32} --per_device_train_batch_size 8"),
+    Case("dpo_lora_long", "dpo", "long", f"{_LORA} {_FP32} --per_device_train_batch_size 2 --max_length 512"),
+    Case("dpo_full_autocast", "dpo", "answers", f"{_FULL} {_AUTOCAST} --per_device_train_batch_size 2"),
+    Case("dpo_lora_bf16_equal", "dpo", "equal", f"{_LORA} {_BF16} --per_device_train_batch_size 2 --max_length 160"),
 ]
 
 
@@ -95,7 +105,7 @@ def lines_of(case: Case, steps: int) -> list[dict[str, Any]]:
         "model": "SmolLM2-135M-Instruct",
         "method": case.method,
         "data": case.data,
-        "arguments": case.words.strip(),
+        "arguments": " ".join(case.words.replace(str(_REWARDS), _REWARDS.name).split()),
     }
     lines = [_line(f"real_{case.name}", shape, x, run, runs[x]) for x in LIBRARIES]
     metrics = max(comparison.metrics.values(), default=0.0)
@@ -106,6 +116,7 @@ def lines_of(case: Case, steps: int) -> list[dict[str, Any]]:
 def _line(benchmark: str, shape: dict[str, Any], subject: str, run: str, result: RunResult) -> dict[str, Any]:
     later = result.steps[1:] or result.steps
     milliseconds = [1e3 * (step.seconds + step.generation_seconds) for step in later]
+    equal_rewards = [entry["frac_reward_zero_std"] for entry in result.log if "frac_reward_zero_std" in entry]
     return {
         "benchmark": benchmark,
         "shape": shape,
@@ -118,7 +129,8 @@ def _line(benchmark: str, shape: dict[str, Any], subject: str, run: str, result:
         "first_step_ms": 1e3 * (result.steps[0].seconds + result.steps[0].generation_seconds),
         "peak_mib": result.peak_mib,
         "max_error": None,
-        "tokens": statistics.fmean(step.tokens for step in later),
+        "tokens": statistics.median(step.tokens for step in later),
+        "equal_rewards": statistics.fmean(equal_rewards) if equal_rewards else None,
         "steps": len(later),
     }
 
@@ -127,14 +139,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="run only cases whose name contains this")
     parser.add_argument("--steps", type=int, default=8, help="optimizer steps of each run")
+    parser.add_argument("--at_once", type=int, default=2, help="cases that run at a time, on a core each")
     parser.add_argument("--results", type=Path, default=results.FOLDER, help="folder to write to")
     chosen = parser.parse_args()
     origin = results.origin("cpu")
     print(f"{'':<26}{'TRL s':>9}{'ours s':>9}{'ratio':>7}  tokens, peak MiB, differences of loss and weights")
-    for case in CASES:
-        if chosen.only not in case.name:
-            continue
-        stock, ours = lines = lines_of(case, chosen.steps)
+    cases = [case for case in CASES if chosen.only in case.name]
+    pool = ThreadPoolExecutor(chosen.at_once)
+    runs = [pool.submit(lines_of, case, chosen.steps) for case in cases]
+    for case, run in zip(cases, runs, strict=True):
+        stock, ours = lines = run.result()
         results.add([line | origin for line in lines], chosen.results)
         seconds = [line["median_ms"] / 1e3 for line in lines]
         differences = ours["differences"]

@@ -8,6 +8,7 @@ import json
 import os
 import random
 import shutil
+import sys
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,6 +19,9 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 import reasoning_gym
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+sys.path.append(str(Path(__file__).parents[1] / "examples"))
+import real_model
 
 CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "trl_ext" / "smollm2"
 _GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -69,6 +73,12 @@ def questions(count: int) -> list[Row]:
     return [{"prompt": solved + said(e["question"], "user"), "answer": e["answer"]} for e in entries[:count]]
 
 
+def last_words(count: int) -> list[Row]:
+    """Return the questions of examples/real_model.py, some of which the model answers right, and their answers."""
+    drawn = real_model.questions(count, real_model.TRAINING_WORDS, "benchmark")
+    return [{"prompt": real_model.prompt_of(x), "answer": x["answer"]} for x in drawn]
+
+
 def answered(count: int) -> list[Row]:
     """Return pairs of a right answer, alone, and a wrong one in a sentence."""
     generator = random.Random(1)
@@ -113,6 +123,7 @@ def labelled(rows: list[Row]) -> list[Row]:
 # The data of a case, by its number of rows
 DATA: dict[str, Callable[[int], list[Row]]] = {
     "questions": questions,
+    "last words": last_words,
     "answers": answered,
     "long": lambda count: continued(count, prompt=60, words=280, varies=True),
     "equal": lambda count: continued(count, prompt=4, words=80, varies=False),

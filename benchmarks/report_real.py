@@ -8,9 +8,10 @@ from report_runs import Run
 
 # In the order of the table
 TITLES = {
-    "real_grpo_lora": "GRPO, LoRA, completions of 8 tokens",
-    "real_grpo_lora_64_tokens": "GRPO, LoRA, completions of 64 tokens",
-    "real_rloo_lora": "RLOO, LoRA, completions of 8 tokens",
+    "real_grpo_lora": "GRPO, LoRA, hard questions",
+    "real_grpo_lora_mixed": "GRPO, LoRA, easier questions",
+    "real_grpo_lora_64_tokens": "GRPO, LoRA, answers of up to 64 tokens",
+    "real_rloo_lora": "RLOO, LoRA, hard questions",
     "real_dpo_lora": "DPO, LoRA, short answers",
     "real_dpo_lora_checkpointing": "the same, gradient checkpointing",
     "real_dpo_lora_batch_8": "the same, batches of 8 pairs",
@@ -30,6 +31,7 @@ STEP_HEADER = [
     "TRL / trl_ext",
     "of it generation, s",
     "tokens",
+    "groups with equal rewards",
     "peak, MiB",
     "loss differs by",
 ]
@@ -63,6 +65,7 @@ def _cells(name: str, run: Run) -> list[str]:
         f"{run.over('trl', 'trl_ext'):.2f}",
         " → ".join(generation) if stock["generation_ms"] else "-",
         f"{stock['tokens']:.0f} → {ours['tokens']:.0f}",
+        "-" if stock["equal_rewards"] is None else f"{stock['equal_rewards']:.0%}",
         f"{stock['peak_mib']:.0f} → {ours['peak_mib']:.0f}",
         f"{ours['differences']['loss']:.0e}",
     ]
@@ -107,8 +110,10 @@ def draw_real(runs: list[Run], path: Path) -> None:
     with plt.rc_context(STYLE):
         figure, panels = plt.subplots(1, 2, figsize=(9.0, 0.6 + 0.32 * len(chosen)), sharey=True, layout="constrained")
         for axes, values, title in zip(panels, (time, memory), ("time", "peak memory"), strict=True):
-            bars = axes.barh(range(len(values)), values, color=LOOKS["trl_ext"][1], height=0.7, zorder=3)
-            axes.bar_label(bars, [f"{value:.2f}" for value in values], padding=3)
+            axes.barh(range(len(values)), values, color=LOOKS["trl_ext"][1], height=0.7, zorder=3)
+            for row, value in enumerate(values):
+                beside = value if value < 0.8 else max(value, 1.0)  # a label does not cross the line
+                axes.text(beside + 0.02, row, f"{value:.2f}", va="center")
             axes.axvline(1, color=LOOKS["trl"][1], linewidth=1.5, zorder=3)
             axes.set_xlim(0, 1.2)
             axes.grid(visible=False, axis="y")
