@@ -4,7 +4,7 @@
     python benchmarks/real.py --only grpo --steps 3
 
 Each case is a run of `trl-ext compare`: the same arguments, data and seed, in processes of their own. Two cases run at
-a time, each on one thread, and times are CPU seconds. Completions of GRPO and RLOO are sampled by `generate`. On a line,
+a time, each on one thread, and times are CPU seconds. `generate` samples the completions of GRPO and RLOO. On a line,
 milliseconds are those of whole steps, generation included, without the first one; `generation_ms` is the median of
 generation, and `equal_rewards` the mean share of groups whose rewards are equal. On our line, `differences` has the
 largest relative difference of loss and metrics, and that of the weights from their change.
