@@ -93,6 +93,24 @@ def test_what_is_beyond_rounding_is_named(tmp_path: Path) -> None:
     assert compared(run_of(1.0), run_of(1.0, weights="other"), tmp_path).beyond(FP32) == ["initial weights"]
 
 
+@pytest.mark.parametrize(
+    ("skips_rows", "micro_batches", "names"),
+    [(False, 1, []), (True, 1, ["entropy"]), (False, 2, ["entropy", "kl"])],
+)
+def test_means_over_other_rows_are_not_compared(
+    skips_rows: bool, micro_batches: int, names: list[str], tmp_path: Path
+) -> None:
+    stock, ours = run_of(1.0, samples="a"), run_of(1.0, samples="a")
+    ours.micro_batches = micro_batches
+    ours.log[0]["skipped/rows"] = 3.0 * skips_rows
+    for run, value in ((stock, 1.0), (ours, 2.0)):
+        run.log[0] |= {"kl": value, "entropy": value, "reward": 1.0}
+    comparison = compared(stock, ours, tmp_path)
+    assert comparison.of_other_rows == names
+    assert comparison.metrics.keys() == {"kl", "entropy", "reward"} - {*names}
+    assert comparison.beyond(FP32) == ["metrics"] * (len(names) < 2)
+
+
 def test_after_another_sample_nothing_is_compared(tmp_path: Path) -> None:
     stock, ours = run_of(1.0, 2.0, 3.0, samples="abc"), run_of(1.0, 2.0, 9.0, samples="abx")
     comparison = compared(stock, ours, tmp_path, apart=0.5)

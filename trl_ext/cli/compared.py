@@ -58,6 +58,7 @@ class RunResult:
     peak_mib: float | None = None  # above what was there before the trainer
     precision: str = ""  # of the weights and of autocast
     device: str = ""
+    micro_batches: int = 1  # of an optimizer step
     modules: list[str] = field(default_factory=list)  # of trl_ext, in this process
 
 
@@ -159,6 +160,7 @@ def measured(job: Job, folder: Path) -> RunResult:
         peak_mib=peak(),
         precision=precision if autocast in ("no", None) else f"{precision}, {autocast} autocast",
         device=trainer.accelerator.device.type,
+        micro_batches=trainer.args.gradient_accumulation_steps,
         modules=sorted(name for name in sys.modules if name.startswith("trl_ext.")),
     )
 
