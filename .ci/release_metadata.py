@@ -23,14 +23,17 @@ Issues = "{url}/issues"
 [project.scripts]"""
 
 
+PLACEHOLDER = "https://github.com/OWNER/trl-ext"  # the repository's address in the README
+
+
 def absolute_links(readme: str, url: str, tag: str) -> str:
-    """The README with links to files of the repository at `tag`, and images in their raw form."""
+    """The README with the repository's address, links to its files at `tag`, and images in their raw form."""
 
     def absolute(match: re.Match[str]) -> str:
         kind = "raw" if match["image"] else "blob"
         return f"{match['image']}[{match['text']}]({url}/{kind}/{tag}/{match['target']})"
 
-    return LINK_TO_FILE.sub(absolute, readme)
+    return LINK_TO_FILE.sub(absolute, readme.replace(PLACEHOLDER, url))
 
 
 def with_urls(project: str, url: str, tag: str) -> str:

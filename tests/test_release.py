@@ -87,6 +87,9 @@ def test_what_pypi_shows_links_to_the_repository_that_publishes_it():
     assert set(project["project"]["urls"]) == {"Source", "Documentation", "Changelog", "Issues"}
     assert {**project, "project": {k: v for k, v in project["project"].items() if k != "urls"}} == PROJECT
     readme = release["absolute_links"](README, here, "v1.0.0")
+    assert "OWNER" in README
+    assert "OWNER" not in readme.replace("Replace OWNER", "")
+    assert f"git clone {here} trl-ext" in readme
     targets = re.findall(r"\]\(([^)]+)\)", readme)
     assert f"{here}/raw/v1.0.0/docs/images/badge-license.svg" in targets
     assert f"{here}/blob/v1.0.0/docs/differences.md" in targets

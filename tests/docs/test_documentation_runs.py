@@ -21,8 +21,9 @@ SHORT = [block for block in RUN if block.language == "python" and not re.search(
 LONG = [block for block in RUN if block not in SHORT]
 # Why a block is not run, and how many blocks may say so: a further one is a decision
 NOT_RUN = {
+    "each command has a test of its own": 2,
     "a piece of a script": 2,
-    "installs": 3,
+    "installs": 4,
     "needs several GPUs and a network; the same launches, of small models, are test_accelerate_configs.py's": 1,
     "needs vLLM": 2,
     "takes minutes, and its parts have tests of their own": 3,

@@ -19,29 +19,32 @@ from tiny import Workshop
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
-SHORT = ["--use_cpu", "--bf16", "false", "--max_steps", "2", "--report_to", "none", "--save_strategy", "no"]
-SHORT_GRPO = [*SHORT, "--per_device_train_batch_size", "32", "--num_generations", "4", "--max_completion_length", "36"]
-SHORT_DPO = [*SHORT, "--per_device_train_batch_size", "4"]
-DEMO = ["--model_name_or_path", "examples/demo/model", "--lora_target_modules", "all-linear", "--use_peft"]
-RUNS = {
-    "dpo_lora": [*SHORT_DPO, *DEMO, "--dataset_name", "examples/demo/data/dpo"],
-    "grpo_lora": [
-        *SHORT_GRPO,
-        *DEMO,
-        "--dataset_name",
-        "examples/demo/data/grpo",
-        "--reward_funcs",
-        "task.right_answer",
-    ],
-    "sft": [*SHORT_DPO, *DEMO, "--dataset_name", "examples/demo/data/dpo"],
-    "kto": [*SHORT_DPO, *DEMO, "--dataset_name", "examples/demo/data/dpo"],
-    "rloo": [*SHORT_GRPO, *DEMO, "--dataset_name", "examples/demo/data/grpo", "--temperature", "1.5"],
-    "dpo_rpo": SHORT_DPO,
-    "several_adapters": SHORT_DPO,
-    "grpo_verifiable": SHORT_GRPO,
-    "grpo_rollout": SHORT_GRPO,
-    "grpo_tools": [*SHORT_GRPO, "--problems", "8"],
+PAGE = EXAMPLES / "README.md"
+# Arguments that make a command short. Of an argument that is repeated, the last counts
+STEPS = ["--max_steps", "2", "--report_to", "none", "--save_strategy", "no", "--logging_steps", "1"]
+SHORT = {
+    "grpo_tools": ["--use_cpu", "--bf16", "false", "--problems", "8", "--num_generations", "4"],
+    "grpo_verifiable": ["--num_generations", "4"],
+    "grpo_rollout": ["--num_generations", "4"],
 }
+
+
+def commands() -> dict[str, list[str]]:
+    """Return the page's commands for this machine and for the Hub, by the name of the script."""
+    found = {}
+    for block in re.findall(r"each command has a test of its own -->\n```bash\n(.*?)```", PAGE.read_text(), re.DOTALL):
+        lines = block.replace("\\\n", " ")
+        for name, value in re.findall(r'^(\w+)="(.*)"$', block, re.MULTILINE):
+            lines = lines.replace(f"${name} ", f"{value} ")
+        for words in map(shlex.split, lines.splitlines()):
+            if words[0] == "python":
+                found[Path(words[1]).stem] = words[1:]
+    return found
+
+
+COMMANDS = commands()
+WITH_TESTS_ELSEWHERE = {"loop_dpo", "loop_grpo", "real_model"}  # tests/core runs the loops
+TRAINS = sorted(COMMANDS.keys() - WITH_TESTS_ELSEWHERE)
 
 
 def run(command: list[str], tmp_path: Path, **environment: str) -> str:
@@ -60,11 +63,11 @@ def assert_trained(folder: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", RUNS)
-def test_an_example_trains_an_adapter(name: str, workshop: Workshop, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", TRAINS)
+def test_the_command_of_an_example_trains_an_adapter(name: str, workshop: Workshop, tmp_path: Path) -> None:
     model = ["--model", workshop.model("chat")] if name == "grpo_tools" else []
     out = tmp_path / "out"
-    said = run([f"examples/{name}.py", *RUNS[name], *model, "--output_dir", str(out), "--logging_steps", "1"], tmp_path)
+    said = run([*COMMANDS[name], *STEPS, *SHORT.get(name, []), *model, "--output_dir", str(out)], tmp_path)
     assert "what runs, and why" in said
     if name == "grpo_tools":  # a model of random weights calls none, and has no reward
         assert (out / "adapter_model.safetensors").exists()
@@ -99,16 +102,16 @@ def test_qlora(tmp_path: Path) -> None:
     pytest.importorskip("bitsandbytes")
     out = tmp_path / "out"
     quantized = ["--load_in_4bit", "--bnb_4bit_quant_type", "nf4", "--use_bnb_nested_quant", "--output_dir", str(out)]
-    run(["examples/dpo_lora.py", *RUNS["dpo_lora"], *quantized], tmp_path)
+    run([*COMMANDS["dpo_lora"], *STEPS, *quantized], tmp_path)
     assert_trained(out)
 
 
 @pytest.mark.slow
 def test_resume_from_checkpoint_true_on_the_command_line(tmp_path: Path) -> None:
     out = ["--output_dir", str(tmp_path / "out"), "--save_strategy", "steps", "--save_steps", "1"]
-    run(["examples/dpo_lora.py", *RUNS["dpo_lora"], *out], tmp_path)
+    run([*COMMANDS["dpo_lora"], *STEPS, *out], tmp_path)
     more = ["--max_steps", "3", "--resume_from_checkpoint", "true"]
-    run(["examples/dpo_lora.py", *RUNS["dpo_lora"], *out, *more], tmp_path)
+    run([*COMMANDS["dpo_lora"], *STEPS, *out, *more], tmp_path)
     logged = json.loads((tmp_path / "out" / "checkpoint-3" / "trainer_state.json").read_text())
     assert logged["global_step"] == 3
     assert (tmp_path / "out" / "checkpoint-1").exists()
@@ -133,23 +136,22 @@ def test_the_notebook_runs_from_top_to_bottom(tmp_path: Path) -> None:
     assert re.search(r"of TRL's\n", done.stdout)
 
 
-def _commands(page: Path) -> list[list[str]]:
-    blocks = re.findall(r"```bash\n(.*?)```", page.read_text(), flags=re.DOTALL)
+def _launches() -> list[list[str]]:
+    """Return the page's commands for GPUs."""
+    blocks = re.findall(r"```bash\n(.*?)```", PAGE.read_text(), flags=re.DOTALL)
     lines = "".join(blocks).replace("\\\n", " ").splitlines()
-    return [shlex.split(line) for line in lines if "examples/" in line]
+    return [shlex.split(line) for line in lines if "examples/" in line and "Qwen2.5-7B" in line]
 
 
 def test_every_example_is_in_the_table_and_its_commands_parse() -> None:
     """Those for GPUs are parsed to the end, by accelerate and by the script's own parser; the engines themselves are
     launched in test_accelerate_configs.py."""
-    page = EXAMPLES / "README.md"
     files = [*EXAMPLES.glob("*.py"), *EXAMPLES.glob("*.ipynb")]
-    assert all(f"[{x.name}]({x.name})" in page.read_text() for x in files)
-    loops = {"loop_dpo", "loop_grpo"}  # tests/core runs them
-    assert {x.stem for x in files if x.suffix == ".py"} == RUNS.keys() | loops | {"real_model"}
-    commands = _commands(page)
-    assert len(commands) == 3
-    for command in commands:
+    assert all(f"[{x.name}]({x.name})" in PAGE.read_text() for x in files)
+    assert {x.stem for x in files if x.suffix == ".py"} == COMMANDS.keys()
+    launches = _launches()
+    assert len(launches) == 3
+    for command in launches:
         if command[:2] == ["accelerate", "launch"]:
             args, _, _ = _validate_launch_command(launch_command_parser().parse_args(command[2:]))
             assert (args.use_fsdp, args.use_deepspeed) == ("fsdp2" in command[3], "zero3" in command[3])
