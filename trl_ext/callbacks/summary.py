@@ -1,7 +1,7 @@
 """What a run says when it ends: tokens that ran, time by phase, and where the model is."""
 
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,7 +16,7 @@ class PhaseTimes:
     """The seconds of each phase of a training, on the clock of this process. No device is waited for."""
 
     def __init__(self) -> None:
-        self.seconds: Counter[str] = Counter()
+        self.seconds: defaultdict[str, float] = defaultdict(float)
         self._in_phase = False
         self._begun = time.monotonic()
 
