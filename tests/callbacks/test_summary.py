@@ -270,7 +270,10 @@ def test_the_last_line_says_where_the_model_is(
     trainer.save_model(str(tmp_path / "saved"))
     base = workshop.model("tied")
     where = str(tmp_path / "saved")
-    assert caplog.messages[-1] == {
-        "sft-nll-full": f"The model is in {where}.",
-        "sft-nll-lora": f"The adapter is in {where}, without its base model ({base}).",
-    }[name]
+    assert (
+        caplog.messages[-1]
+        == {
+            "sft-nll-full": f"The model is in {where}.",
+            "sft-nll-lora": f"The adapter is in {where}, without its base model ({base}).",
+        }[name]
+    )

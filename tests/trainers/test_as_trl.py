@@ -150,13 +150,17 @@ def test_a_feature_that_trl_lacks_is_an_error(name: str, tmp_path: Path):
     assert configs
     for config in configs:
         value = FEATURES[name]
-        with pytest.raises(ValueError, match=rf"`as_trl=True` trains as stock TRL, which has no `{name}=.*`\. Leave it "):
+        with pytest.raises(
+            ValueError, match=rf"`as_trl=True` trains as stock TRL, which has no `{name}=.*`\. Leave it "
+        ):
             config(output_dir=str(tmp_path), bf16=False, use_cpu=True, as_trl=True, **{name: value})
 
 
 def test_a_loss_that_trl_lacks_is_an_error(tmp_path: Path):
-    with pytest.raises(ValueError, match="has no loss type 'cdpo'. Remove it."):
-        trl_ext.DPOConfig(output_dir=str(tmp_path), bf16=False, use_cpu=True, as_trl=True, loss_type=["sigmoid", "cdpo"])
+    with pytest.raises(ValueError, match=r"has no loss type 'cdpo'\. Remove it\."):
+        trl_ext.DPOConfig(
+            output_dir=str(tmp_path), bf16=False, use_cpu=True, as_trl=True, loss_type=["sigmoid", "cdpo"]
+        )
 
 
 def test_it_resumes_from_the_last_checkpoint(workshop: Workshop, tmp_path: Path):
@@ -202,7 +206,9 @@ def test_two_ranks_train_as_trls(workshop: Workshop, tmp_path: Path, monkeypatch
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "of_ranks"))
     results = run_on_ranks(__file__, list(CASES), "ddp", tmp_path, 2)
     for case in OF_RANKS:
-        for ours, theirs, packed in zip(*(results[f"{case.name}-{x}"] for x in ("as_trl", "stock", "ours")), strict=True):
+        for ours, theirs, packed in zip(
+            *(results[f"{case.name}-{x}"] for x in ("as_trl", "stock", "ours")), strict=True
+        ):
             assert ours["logs"] == theirs["logs"]
             assert ours["tokens"] == theirs["tokens"] != packed["tokens"]
             assert ours["updates"].keys() == theirs["updates"].keys()

@@ -53,9 +53,7 @@ class Plan:
     def _repr_html_(self) -> str:
         """Return the table for a notebook, in which a plan may be the last value of a cell."""
         lines = [("pass", "action", "reason"), *self._rows()]
-        cells = [
-            "".join(f'<td style="text-align: left">{html.escape(text)}</td>' for text in line) for line in lines
-        ]
+        cells = ["".join(f'<td style="text-align: left">{html.escape(text)}</td>' for text in line) for line in lines]
         return f"<table>{''.join(f'<tr>{line}</tr>' for line in cells)}</table>"
 
     def _rows(self, *, folders: bool = True) -> Iterator[tuple[str, str, str]]:
