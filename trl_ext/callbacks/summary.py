@@ -68,14 +68,22 @@ def tokens_line(processed: int, skipped: Counter[str], processes: int) -> str | 
     return f"{text}."
 
 
-def show_saved(model: Any, folder: str) -> None:
-    """Show where a model was saved, and whether it is an adapter. An engine may have saved no weights."""
-    # Adapters that are not "default" are in folders of their own
-    adapters = [*Path(folder).glob("adapter_model.*"), *Path(folder).glob("*/adapter_model.*")]
+def show_saved(trainer: Any, output_dir: str | None = None, _internal_call: bool = False) -> None:
+    """Show where `save_model`, which takes these arguments, has saved the model, and whether it is an adapter.
+
+    An engine may have saved no weights. Transformers saves checkpoints with `_internal_call`.
+    """
+    if _internal_call:
+        return
+    model = trainer.model
+    folder = Path(output_dir or trainer.args.output_dir)
+    # PEFT saves adapters that are not "default" in folders of their own
+    places = [folder, *(folder / name for name in getattr(model, "peft_config", ()))]
+    adapters = [path for place in places for path in place.glob("adapter_model.*")]
     if adapters and (isinstance(model, PeftModel) or getattr(model, "_hf_peft_config_loaded", False)):
         base = getattr(model.config, "_name_or_path", "")
         show(f"The adapter is in {folder}, without its base model{f' ({base})' if base else ''}.")
-    elif any(path.suffix in (".safetensors", ".bin") and "model" in path.name for path in Path(folder).glob("*")):
+    elif any("model" in path.name for pattern in ("*.safetensors", "*.bin") for path in folder.glob(pattern)):
         show(f"The model is in {folder}.")
 
 

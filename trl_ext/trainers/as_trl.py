@@ -43,18 +43,18 @@ class AsTRL:
             checkpoint = checkpoint_to_resume(resume_from_checkpoint, Path(self.args.output_dir))
         return super().train(checkpoint, *positional, **keywords)  # type: ignore[misc]
 
-    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        super().save_model(output_dir, _internal_call)  # type: ignore[misc]
-        if not _internal_call and self.accelerator.is_main_process and self.args.show_plan:
-            show_saved(self.model, output_dir or self.args.output_dir)
+    def save_model(self, *positional: Any, **keywords: Any) -> None:
+        super().save_model(*positional, **keywords)  # type: ignore[misc]
+        if self.accelerator.is_main_process and self.args.show_plan:
+            show_saved(self, *positional, **keywords)
 
 
-def give_way_to_trl(trainer: Any, ours: tuple[type, ...]) -> None:
-    """Make `trainer` find TRL's methods before those of `ours`, the classes of trl_ext among its classes.
+def give_way_to_trl(instance: Any, ours: tuple[type, ...]) -> None:
+    """Make a trainer find TRL's methods before those of `ours`, the classes of trl_ext among its classes.
 
     Methods of a user's class still come first, and `super()` in them is TRL's.
     """
-    trainer_class = type(trainer)
+    trainer_class = type(instance)
 
     class TRLFirst(type(trainer_class)):  # type: ignore[misc]
         def mro(cls) -> list[type]:
@@ -64,4 +64,4 @@ def give_way_to_trl(trainer: Any, ours: tuple[type, ...]) -> None:
             return [*classes[:place], AsTRL, *later, *ours, object]
 
     names = {"__module__": trainer_class.__module__, "__qualname__": trainer_class.__qualname__}
-    trainer.__class__ = TRLFirst(trainer_class.__name__, (trainer_class, AsTRL), names)
+    instance.__class__ = TRLFirst(trainer_class.__name__, (trainer_class, AsTRL), names)

@@ -32,7 +32,16 @@ from ..checks.best_metric import check_best_metric, check_given_metrics, has_no_
 from ..checks.overrides import check_overrides
 from ..compat import check_deepspeed
 from ..compat.features import Features, methods_off
-from ..compat.overrides import LOSS, PASS, REPLACEABLE, STEP, overrides, overrides_below, replaces_backward
+from ..compat.overrides import (
+    LOSS,
+    PASS,
+    REPLACEABLE,
+    STEP,
+    our_class,
+    overrides,
+    overrides_below,
+    replaces_backward,
+)
 from ..compat.replaced import built_with, next_of, replaced, unrecorded_pass
 from ..config import AddedFields, AddedReferenceFields
 from ..distributed.detect import detect_engine, engine_mismatch, requested_engine
@@ -60,7 +69,7 @@ from ..scoring.forward import ForwardTokens
 from ..scoring.model_inputs import watch_token_ids
 from ..scoring.scorer import Scorer
 from ..scoring.weight_layout import WHOLE_HERE
-from .as_trl import AsTRL, give_way_to_trl
+from .as_trl import give_way_to_trl
 from .callbacks import Lifecycle, MovesReference
 from .checkpointing import Checkpoints
 from .counts import SkipCounts, TokenCounts
@@ -185,9 +194,9 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
             type(self).__name__, self._trl_trainer, self._config_class, self._added_fields, positional, keywords
         )
         if getattr(arguments.get("args"), "as_trl", False):
-            ours = next(cls for cls in type(self).__mro__ if "_trl_trainer" in vars(cls))
-            give_way_to_trl(self, (ours, ExactTrainer))
-            super(AsTRL, self).__init__(**arguments)  # type: ignore[misc]
+            trl_init = next_of(self).__init__
+            give_way_to_trl(self, (our_class(self), ExactTrainer))
+            trl_init(**arguments)
             return
         self._begin(arguments)
         replacements = self._check(arguments, arguments.get("args"))
@@ -793,12 +802,12 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
             if not self._checkpoints.load_optimizer(checkpoint):
                 super()._load_optimizer_and_scheduler(checkpoint)
 
-    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+    def save_model(self, *positional: Any, **keywords: Any) -> None:
         """Save as transformers does, and log whether it is an adapter or a whole model."""
         with self._world_accelerator():
-            super().save_model(output_dir, _internal_call)
-        if not _internal_call and self._shows_plan():
-            show_saved(self.model, output_dir or self.args.output_dir)
+            super().save_model(*positional, **keywords)
+        if self._shows_plan():
+            show_saved(self, *positional, **keywords)
 
     def _world_accelerator(self) -> Any:
         """Use the accelerator that counts every rank in the `with` block: it decides which rank writes a file."""
