@@ -179,23 +179,28 @@ def of_ranks(rank: Rank, trainers: Trainers, name: str) -> dict[str, Any]:
     return {"tokens": total(feeds), "forwards": len(feeds), "messages": messages}
 
 
-NAMES_OF_RANKS = (
-    *("sft-nll-full", "dpo-sigmoid-lora", "dpo-accumulation", "kto-kto-lora"),
-    *("grpo-accumulation", "grpo-accumulation-off_policy", "grpo-evaluation", "rloo-defaults-full"),
+FAST_ON_RANKS = ("dpo-accumulation", "grpo-accumulation")
+SLOW_ON_RANKS = (
+    *("sft-nll-full", "dpo-sigmoid-lora", "kto-kto-lora"),
+    *("grpo-accumulation-off_policy", "grpo-evaluation", "rloo-defaults-full"),
 )
 CASES = {
     f"{name}-{library}": partial(of_ranks, trainers=trainers, name=name)
-    for name in NAMES_OF_RANKS
+    for name in (*FAST_ON_RANKS, *SLOW_ON_RANKS)
     for library, trainers in (("ours", OURS), ("stock", STOCK))
 }
 
 
-def test_ranks_count_the_tokens_of_all(workshop: Workshop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("names", [FAST_ON_RANKS, pytest.param(SLOW_ON_RANKS, marks=pytest.mark.slow)])
+def test_ranks_count_the_tokens_of_all(
+    names: tuple[str, ...], workshop: Workshop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     workshop.model("tied")
     monkeypatch.setenv("TINY_ROOT", str(workshop.root))
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "of_ranks"))
-    results = run_on_ranks(__file__, list(CASES), "ddp", tmp_path, 2)
-    for name in NAMES_OF_RANKS:
+    cases = [f"{name}-{library}" for name in names for library in ("ours", "stock")]
+    results = run_on_ranks(__file__, cases, "ddp", tmp_path, 2)
+    for name in names:
         ours, stock = results[f"{name}-ours"], results[f"{name}-stock"]
         counts = Counts.read(ours[0]["messages"])
         assert not [x for x in ours[1]["messages"] if "rained on" in x or "took" in x]

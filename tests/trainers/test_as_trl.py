@@ -144,6 +144,20 @@ FEATURES = {
 }
 
 
+# What changes passes, speed or memory, but not what is trained, rounding apart
+WITHOUT_EFFECT = {
+    *("head", "head_chunk_size", "head_kernels", "padding_free", "share_prompts", "balance", "reference_device"),
+    *("reference_store", "reference_store_dir", "max_tokens_per_micro_batch", "activation_offloading"),
+    *("zero_advantages_of_equal_rewards", "keep_groups_together", "force_on_policy_ratio", "sampler_check"),
+    *("sft_label_smoothing_convention", "dynamic_sampling_max_draws"),  # of a feature
+}
+
+
+def test_each_field_is_a_feature_or_without_effect():
+    names = {field.name for added in ADDED_FIELDS.values() for field in fields(added)}
+    assert names - {"as_trl", "show_plan"} == FEATURES.keys() | WITHOUT_EFFECT
+
+
 @pytest.mark.parametrize("name", FEATURES)
 def test_a_feature_that_trl_lacks_is_an_error(name: str, tmp_path: Path):
     configs = [x for x in ADDED_FIELDS if name in [field.name for field in fields(x)]]
