@@ -10,6 +10,7 @@ import inspect
 import logging
 import os
 import textwrap
+from contextlib import nullcontext
 from dataclasses import dataclass, field, fields
 from itertools import pairwise
 from pathlib import Path
@@ -34,6 +35,20 @@ _REWARD_RULES = (
     Rule("reward_scale", above=0, hint="It multiplies the rewards."),
     Rule("sft_label_smoothing", least=0, below=1, hint=""),
 )
+
+# The fields that change what is trained. The others change what runs for it, its speed or its memory
+_FEATURES = {
+    "policy_adapter_name",
+    "ref_adapter_name",
+    "on_non_finite_loss",
+    "reward_scale",
+    "rpo_average_log_probs",
+    "sft_label_smoothing",
+    "trust_sampling_log_probs",
+    "keep_sampling_mask",
+    "dynamic_sampling",
+    "vllm_engine_args",
+}
 
 
 def with_help(cls: Any) -> Any:
@@ -85,7 +100,12 @@ class AddedFields:
     the pass. `"skip"`: warn about them, and skip the optimizer step. `None`: continue, as in TRL."""
 
     show_plan: bool = True
-    """Log the plan when training starts: what runs, what is skipped, and why."""
+    """Log the plan when training starts: what runs, what is skipped, and why. When training ends, log tokens and times,
+    and where the model is."""
+
+    as_trl: bool = False
+    """Train exactly as stock TRL, to see if a problem is one of trl_ext: nothing is skipped, and TRL's LM head runs.
+    Fields of features that TRL lacks are an error; the others have no effect."""
 
     def __post_init__(self) -> None:
         check_declared(self, AddedFields)
@@ -93,11 +113,21 @@ class AddedFields:
         check_dictionaries(self)
         if getattr(self, "bf16", None) and getattr(self, "fp16", None):
             raise ValueError("`bf16=True` and `fp16=True` contradict each other. Set one of the two to False.")
+        if self.as_trl:
+            self._check_trl_has_all()
         if self.head_kernels is not None and self.head == "dense":
             raise ValueError(
                 f"`head_kernels={self.head_kernels!r}` is for the tiled head, but `head` is 'dense'. Remove one."
             )
         getattr(super(), "__post_init__", lambda: None)()  # TRL's; the added fields alone have none
+
+    def _check_trl_has_all(self) -> None:
+        """Raise `ValueError` if a field asks for a feature that TRL lacks, so that it would train something else."""
+        names = [x.name for x in fields(self) if x.name in _FEATURES and getattr(self, x.name) != x.default]
+        if names:
+            values = ", ".join(f"`{name}={getattr(self, name)!r}`" for name in names)
+            them = "it" if len(names) == 1 else "them"
+            raise ValueError(f"`as_trl=True` trains as stock TRL, which has no {values}. Leave {them} unset.")
 
     @classmethod
     def of(cls, args: Any) -> Self:
@@ -322,7 +352,7 @@ class GRPOConfig(AddedGRPOFields, config_of_trl("GRPOConfig")):  # type: ignore[
     _VALID_DICT_FIELDS = getattr(config_of_trl("GRPOConfig"), "_VALID_DICT_FIELDS", []) + ["vllm_engine_args"]
 
     def __post_init__(self) -> None:
-        with sequence_parallelism_hidden(self):
+        with nullcontext() if self.as_trl else sequence_parallelism_hidden(self):
             super().__post_init__()
 
 
@@ -398,6 +428,8 @@ def check_loss_types(config: Any) -> None:
     our_loss_types = [name for name in loss_types if name in PREFERENCE_LOSSES]
     if not our_loss_types:
         return
+    if options.as_trl:
+        raise ValueError(f"`as_trl=True` trains as stock TRL, which has no loss type {our_loss_types[0]!r}. Remove it.")
     for name, default in (("ld_alpha", None), ("f_divergence_type", "reverse_kl"), ("use_weighting", False)):
         value = getattr(config, name)
         if value != default:

@@ -1,6 +1,7 @@
 """What a user sees of a run: counted tokens in the logs, the progress bar, the model card."""
 
 import io
+import itertools
 import os
 import re
 from email.message import Message
@@ -90,6 +91,22 @@ def test_the_bar_says_tokens_a_second_and_what_was_skipped(workshop: Workshop, t
     ]
     trainer.train()
     assert re.fullmatch(r"[\d.]+[kM]? tok/s, skips \d+%", seen.said[0])
+
+
+def test_the_bar_has_the_tokens_that_hooks_count(
+    workshop: Workshop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seconds = itertools.count(step=4)  # from one log to the next
+    monkeypatch.setattr("trl_ext.callbacks.progress.time", SimpleNamespace(monotonic=lambda: float(next(seconds))))
+    seen = Bar()
+    seen.trainer = trainer = built("grpo", workshop, tmp_path, disable_tqdm=False, beta=0.1, logging_steps=4)
+    trainer.add_callback(seen)
+    feeds: list[Feed] = []
+    count_feeds(trainer, feeds)
+    trainer.train()
+    tokens = sum(x.tokens for x in feeds)
+    assert tokens > 0
+    assert seen.said[0].startswith(f"{tqdm.format_sizeof(tokens / 4)} tok/s, skips ")
 
 
 def test_skipped_work_is_never_negative(workshop: Workshop, tmp_path: Path) -> None:

@@ -88,8 +88,21 @@ def test_what_was_explained_is_what_then_trains(
     with caplog.at_level("INFO", logger="trl_ext"):
         assert main([method, *options]) == 0
     assert explained in f"{caplog.messages[0]}\n"
-    assert "Model saved to" in capsys.readouterr().out
+    assert caplog.messages[-1] == f"The model is in {tmp_path / 'out'}."
     assert _has_moved(tmp_path / "out", workshop)
+
+
+def test_a_run_as_stock_trl(arguments, tmp_path: Path, capsys: pytest.CaptureFixture, caplog: pytest.LogCaptureFixture):
+    options = [*arguments["sft"], "--as_trl", "--head_chunk_size", "8"]
+    assert main(["explain", "sft", *options]) == 0
+    explained = capsys.readouterr().out
+    assert " ".join(explained.split()) == (
+        "training run As stock TRL, because `as_trl` is True. Without effect: `head_chunk_size`."
+    )
+    assert main(["sft", *options, "--resume_from_checkpoint", "auto"]) == 0
+    plan, *_, last = caplog.messages
+    assert f"{plan}\n".endswith(explained)
+    assert last == f"The model is in {tmp_path / 'out'}."
 
 
 @pytest.mark.parametrize(

@@ -120,14 +120,16 @@ def test_plan_says_what_it_read_what_fits_and_what_does_not(words, tmp_path, cap
     ]
 
 
-def test_the_file_trains_as_it_is(words, tmp_path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch):
+def test_the_file_trains_as_it_is(
+    words, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")  # restored afterwards: the run sets it
     at = tmp_path / "elsewhere" / "best.yaml"
     given = [*words["dpo"], "--device", "cpu", "--device_memory", "1", "--plan_output", str(at)]
     assert main(["plan", "dpo", *given]) == 0
     assert not (tmp_path / "out").exists()
     assert main(["dpo", "--config", str(at)]) == 0
-    assert "Model saved to" in capsys.readouterr().out
+    assert re.fullmatch(r"The (model|adapter) is in \S+(, without its base model \(\S+\))?\.", caplog.messages[-1])
     assert main(["estimate", "dpo", "--config", str(at), "--device", "cpu"]) == 0  # despite `num_processes`
 
 

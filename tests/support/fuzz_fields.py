@@ -353,6 +353,7 @@ NOT_DRAWN = {
     "of the process: deterministic algorithms, memory that ran out": "full_determinism auto_find_batch_size",
     "set by the runner": "output_dir max_steps learning_rate seed",
     "each run has its folder": "reference_store_dir",
+    "stock TRL: tests/trainers/test_as_trl.py": "as_trl",
     "TRL has no counterpart": "policy_adapter_name ref_adapter_name reward_scale rpo_average_log_probs "
     "sft_label_smoothing sft_label_smoothing_convention force_on_policy_ratio",
     "other numbers or data than TRL's": "keep_sampling_mask trust_sampling_log_probs dynamic_sampling "

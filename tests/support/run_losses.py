@@ -173,7 +173,8 @@ def build(case: Case, trainers: Trainers, workshop: Workshop, output_dir: str, r
     """Build the trainer of `case`, which records in `record` what a user can see."""
     trainer = build_trainer(case, trainers, workshop, output_dir, _recording(trainers, case.trainer, record))
     trainer.add_callback(_Recorder(record))
-    record.packed = hasattr(trainer, "explain") and trainer.explain()["packing"].action == "run"
+    decisions = trainer.explain().decisions if hasattr(trainer, "explain") else ()
+    record.packed = ("packing", "run") in [(x.name, x.action) for x in decisions]
     count_feeds(trainer, record.feeds, log=lambda: len(record.logs))
     return trainer
 

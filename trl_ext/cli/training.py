@@ -281,7 +281,6 @@ def _train(method: str, parsed_arguments: Parsed) -> Any:
             "resume from the last complete one, or start over if there is none, pass `--resume_from_checkpoint auto`."
         ) from error
     trainer.save_model(training.output_dir)
-    trainer.accelerator.print(f"Model saved to {training.output_dir}.")
     if training.push_to_hub:
         trainer.push_to_hub(dataset_name=parsed_arguments.script.dataset_name)
     return trainer

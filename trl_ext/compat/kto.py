@@ -41,6 +41,11 @@ def sequences_of(batch: dict[str, Any]) -> list[dict[str, Any]]:
     return [{name: torch.cat([_widened(x[name], width) for x in (first, of_kl)]) for name in _OF_ROWS}]
 
 
+def tokens_of(batch: dict[str, Any]) -> int:
+    """Return the tokens of a batch and of its rows for the KL term, padding included, as TRL processes them."""
+    return sum(batch[name].numel() for name in ("input_ids", f"{_KL}input_ids") if name in batch)
+
+
 def _widened(x: Tensor, width: int) -> Tensor:
     return pad(x, (0, width - x.shape[1]))
 

@@ -43,7 +43,7 @@ def overrides(trainer: Any, *methods: str) -> str | None:
 def overrides_below(trainer: Any, *methods: str) -> str | None:
     """Return the first of `methods` that is overridden below our trainer: `super()` of ours runs code of the user."""
     classes = type(trainer).__mro__
-    below = classes[1 + classes.index(_ours(trainer)) :]
+    below = classes[1 + classes.index(our_class(trainer)) :]
     return next((x for x in methods if _is_overridden(trainer, x, below)), None)
 
 
@@ -52,13 +52,13 @@ def replaces_backward(accelerator: Any) -> bool:
     return _is_users(getattr(accelerator, "backward", None))
 
 
-def _ours(trainer: Any) -> type:
+def our_class(trainer: Any) -> type:
     return next(cls for cls in type(trainer).__mro__ if "_trl_trainer" in vars(cls))
 
 
 def _is_overridden(trainer: Any, method: str, classes: tuple[type, ...]) -> bool:
     # Any other class overrides, even one of TRL's that stands between ours and TRL's trainer
-    known_classes = {*_ours(trainer).__mro__}
+    known_classes = {*our_class(trainer).__mro__}
     return any(method in vars(cls) and (cls not in known_classes or _is_users(vars(cls)[method])) for cls in classes)
 
 

@@ -145,6 +145,7 @@ class SampledInternals(Protocol):
     current_gradient_accumulation_steps: int
     _tokenizer: Any
     _ranks: Any  # ours
+    _phase_times: Any  # ours
     use_vllm: bool
     vllm_mode: str
     vllm_generation: Any
@@ -287,7 +288,8 @@ class Generation:
         agreed = trainer._ranks.agreed  # ranks that split one model must get the same completions
 
         def calculate_rewards(*positional: Any, **keywords: Any) -> torch.Tensor:
-            with replaced(trainer, **{PASS: run_pass}), self._checked_rewards():
+            timed = trainer._phase_times.measured("reward functions")
+            with timed, replaced(trainer, **{PASS: run_pass}), self._checked_rewards():
                 self.rewards = trl_calculate_rewards(*positional, **keywords)
             return self.rewards
 
@@ -296,7 +298,7 @@ class Generation:
             rollout_func = getattr(trainer, "rollout_func", None)  # RLOO has none
             if rollout_func is not None:
                 members_in_turn["rollout_func"] = checked_rollout(rollout_func)
-            with replaced(trainer, **members_in_turn):
+            with trainer._phase_times.measured("generation"), replaced(trainer, **members_in_turn):
                 return agreed(trl_generate(*positional, **keywords))
 
         def single_turn(prompt_ids: Any, *positional: Any, **keywords: Any) -> Any:

@@ -43,6 +43,7 @@ _CHECKED_ARGUMENTS = (
     "use_liger_kernel",
     "cast_lm_head_to_fp32",
     "label_smoothing_factor",
+    "as_trl",
 )
 
 

@@ -32,7 +32,7 @@ class DPOFacts(ReferenceFacts):
     noise_of_batch: str | None = None  # what draws noise that may depend on the rows of a batch
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class DPOPlan(ReferencePlan):
     """The decisions, the facts, and where the reference log-probs of a batch without user columns come from."""
 

@@ -61,7 +61,7 @@ class GRPOFacts(SampledFacts):
         return self.dynamic_sampling_max_draws if self.dynamic_sampling else 1
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class GRPOPlan(Plan):
     """The decisions, the facts, and what follows from them for each batch."""
 

@@ -1,8 +1,10 @@
 """A plan's decisions, and the decision on packing."""
 
+import html
 import os
 import shutil
 import textwrap
+from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from enum import Enum
 from typing import Any, Literal, Self
@@ -26,7 +28,7 @@ class Decision:
         object.__setattr__(self, "reason", self.reason[:1].upper() + self.reason[1:])
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class Plan:
     """The decisions of one trainer, in the order of the passes, and warnings to show before training."""
 
@@ -45,16 +47,30 @@ class Plan:
         """Return the table, as wide as the terminal."""
         return self.table(min(shutil.get_terminal_size((_WIDTH, 0)).columns, _WIDEST))
 
-    def table(self, width: int = _WIDTH, *, folders: bool = True) -> str:
-        """Return a table of three columns: pass, action, reason. Without `folders`, it has no local path."""
-        lines = []
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}:\n{self}"
+
+    def _repr_html_(self) -> str:
+        """Return the table for a notebook, in which a plan may be the last value of a cell."""
+        lines = [("pass", "action", "reason"), *self._rows()]
+        cells = ["".join(f'<td style="text-align: left">{html.escape(text)}</td>' for text in line) for line in lines]
+        return f"<table>{''.join(f'<tr>{line}</tr>' for line in cells)}</table>"
+
+    def _rows(self, *, folders: bool = True) -> Iterator[tuple[str, str, str]]:
+        """Yield pass, action and reason of each decision that the table has."""
         for decision in self.decisions:
             if decision.routine and not self.verbose:
                 continue
             text = decision.reason
             if folders and decision.folder is not None:
                 text = f"{text.removesuffix('.')}: {_with_tilde(decision.folder)}"
-            head = f"{decision.name:<15}{decision.action:<7}"
+            yield decision.name, decision.action, text
+
+    def table(self, width: int = _WIDTH, *, folders: bool = True) -> str:
+        """Return a table of three columns: pass, action, reason. Without `folders`, it has no local path."""
+        lines = []
+        for name, action, text in self._rows(folders=folders):
+            head = f"{name:<15}{action:<7}"
             lines += textwrap.wrap(
                 text,
                 width,

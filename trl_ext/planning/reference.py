@@ -31,7 +31,7 @@ class ReferenceFacts(Facts):
     own_loss: str | None  # a subclass's `compute_loss` that does not call ours
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class ReferencePlan(Plan):
     """The decisions, the facts, and where the reference log-probs of a batch come from."""
 

@@ -20,7 +20,7 @@ class RLOOFacts(SampledFacts):
     own_loss: str | None  # an overridden method that computes the loss, or a `compute_loss` that does not call ours
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class RLOOPlan(Plan):
     """The decisions and the facts."""
 

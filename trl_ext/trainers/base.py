@@ -20,6 +20,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from transformers import ProgressCallback
 
 from ..callbacks.progress import ThroughputProgress, add_to_model_card, show
+from ..callbacks.summary import PhaseTimes, show_saved, tokens_line
 from ..checks.arguments import (
     adapter_padding_reason,
     bound_arguments,
@@ -31,7 +32,16 @@ from ..checks.best_metric import check_best_metric, check_given_metrics, has_no_
 from ..checks.overrides import check_overrides
 from ..compat import check_deepspeed
 from ..compat.features import Features, methods_off
-from ..compat.overrides import LOSS, PASS, REPLACEABLE, STEP, overrides, overrides_below, replaces_backward
+from ..compat.overrides import (
+    LOSS,
+    PASS,
+    REPLACEABLE,
+    STEP,
+    our_class,
+    overrides,
+    overrides_below,
+    replaces_backward,
+)
 from ..compat.replaced import built_with, next_of, replaced, unrecorded_pass
 from ..config import AddedFields, AddedReferenceFields
 from ..distributed.detect import detect_engine, engine_mismatch, requested_engine
@@ -59,6 +69,7 @@ from ..scoring.forward import ForwardTokens
 from ..scoring.model_inputs import watch_token_ids
 from ..scoring.scorer import Scorer
 from ..scoring.weight_layout import WHOLE_HERE
+from .as_trl import give_way_to_trl
 from .callbacks import Lifecycle, MovesReference
 from .checkpointing import Checkpoints
 from .counts import SkipCounts, TokenCounts
@@ -134,23 +145,20 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
 
         cls.__init__ = init  # type: ignore[method-assign]
 
-    def _begin(self, positional: tuple[Any, ...], keywords: dict[str, Any]) -> dict[str, Any]:
-        """Check the arguments and create the parts, before TRL's `__init__`. Returns the arguments by name."""
-        name = type(self).__name__
+    def _begin(self, arguments: dict[str, Any]) -> None:
+        """Check the arguments, by name, and create the parts, before TRL's `__init__`."""
         self._features = Features(self._trl_trainer.__name__)
         if os.environ.get("RANK", "0") == "0":
             self._features.warn()
-        arguments = bound_arguments(
-            name, self._trl_trainer, self._config_class, self._added_fields, positional, keywords
-        )
         config = arguments.get("args")
-        check_given(name, arguments, config, self._config_class)
+        check_given(type(self).__name__, arguments, config, self._config_class)
         check_overrides(self, arguments.values())
         self._added = self._added_fields.of(config)
         self._require_features(arguments, config)
         self._methods_called: set[str] = set()
         self.skip_counts = SkipCounts()
         self.token_counts = TokenCounts()
+        self._phase_times = PhaseTimes()
         self._ranks = Ranks()
         self._scorer = Scorer(self._added)
         self._non_finite = NonFiniteLoss(self, self._ranks)
@@ -161,7 +169,6 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
         self._seen_in_policy: dict[Callable[[Any], Any], Any] = {}
         # A checkpoint must not exist without the log-probs that were scored before it
         self._checkpoints.parts += [self._reference_weights.save, lambda _: self._flush_store()]
-        return arguments
 
     def _require_features(self, arguments: dict[str, Any], config: Any) -> None:
         """Raise `ImportError` if the user asks for a feature that is off, and for which TRL has no other way."""
@@ -183,7 +190,15 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
 
     def _construct(self, positional: tuple[Any, ...], keywords: dict[str, Any]) -> None:
         """Run TRL's `__init__` between the checks of the arguments and those of the finished trainer."""
-        arguments = self._begin(positional, keywords)
+        arguments = bound_arguments(
+            type(self).__name__, self._trl_trainer, self._config_class, self._added_fields, positional, keywords
+        )
+        if getattr(arguments.get("args"), "as_trl", False):
+            trl_init = next_of(self).__init__
+            give_way_to_trl(self, (our_class(self), ExactTrainer))
+            trl_init(**arguments)
+            return
+        self._begin(arguments)
         replacements = self._check(arguments, arguments.get("args"))
         with self._built(arguments, **replacements):
             next_of(self).__init__(**arguments)
@@ -526,14 +541,31 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
         self._plan_again()
         if self.accelerator.is_main_process:
             plan = self.explain()
-            if self._added_fields.of(self.args).show_plan:
+            if self._shows_plan():
                 show(f"{type(self).__name__}: what runs, and why\n{plan}")
             for warning in plan.warnings:
                 logger.warning(warning)
+        self.skip_counts.of_training.clear()
+        self.token_counts.of_training = 0
+        self._phase_times = PhaseTimes()
         try:
-            return super().train(self._checkpoints.find(resume_from_checkpoint), *positional, **keywords)
+            output = super().train(self._checkpoints.find(resume_from_checkpoint), *positional, **keywords)
         finally:
             self._in_steps = False
+        if self._shows_plan():
+            self._show_summary()
+        return output
+
+    def _show_summary(self) -> None:
+        tokens = self.token_counts.of_training
+        tokens_text = tokens_line(tokens, self.skip_counts.of_training, self._ranks.world.num_processes)
+        if tokens_text is not None:
+            show(tokens_text)
+        show(self._phase_times.line())
+
+    def _shows_plan(self) -> bool:
+        """Whether this process logs the plan, and what ran in the end."""
+        return bool(self.accelerator.is_main_process and self._added_fields.of(self.args).show_plan)
 
     def _before_training(self) -> None:
         """Called first by `train`."""
@@ -565,7 +597,7 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
         are_trls = self._features.why_off("evaluation before training") is not None
         if not are_trls:
             check_evaluation(self, detect_engine(self.accelerator, self.model))
-        with nullcontext() if are_trls else wrapped_in_training(self):
+        with nullcontext() if are_trls else wrapped_in_training(self), self._phase_times.measured("evaluation"):
             output = super().evaluation_loop(*positional, **keywords)
         # `eval_NAME` if there are several sets
         self._evaluated = keywords.get("metric_key_prefix", positional[4] if len(positional) > 4 else "eval")
@@ -738,7 +770,8 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
         from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
         folder = Path(self._get_output_dir(trial=trial)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
-        with self._world_accelerator(), self._checkpoints.write(folder):
+        timed = self._phase_times.measured("checkpoints")
+        with timed, self._world_accelerator(), self._checkpoints.write(folder):
             super()._save_checkpoint(model, trial)
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
@@ -770,8 +803,11 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
                 super()._load_optimizer_and_scheduler(checkpoint)
 
     def save_model(self, *positional: Any, **keywords: Any) -> None:
+        """Save as transformers does, and log whether it is an adapter or a whole model."""
         with self._world_accelerator():
             super().save_model(*positional, **keywords)
+        if self._shows_plan():
+            show_saved(self, *positional, **keywords)
 
     def _world_accelerator(self) -> Any:
         """Use the accelerator that counts every rank in the `with` block: it decides which rank writes a file."""

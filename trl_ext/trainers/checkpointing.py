@@ -99,7 +99,7 @@ class Checkpoints:
 
         def find_on_main() -> tuple[str | None, str | None]:
             try:
-                path = _checkpoint_to_resume(requested, Path(self.trainer.args.output_dir))
+                path = checkpoint_to_resume(requested, Path(self.trainer.args.output_dir))
                 return path, self._why_not_loaded(Path(path)) if path is not None and Path(path).is_dir() else None
             except (OSError, ValueError) as error:
                 return None, str(error)
@@ -296,7 +296,7 @@ def _config_class(args_file: Path) -> str | None:
     return first[1].decode() if first else None
 
 
-def _checkpoint_to_resume(requested: str | bool, run: Path) -> str | None:
+def checkpoint_to_resume(requested: str | bool, run: Path) -> str | None:
     """Return the complete checkpoint to resume from; `None` to start from the beginning."""
     complete = complete_checkpoints(run)
     interrupted = half_written(run)

@@ -9,11 +9,14 @@ class SkipCounts:
     def __init__(self) -> None:
         self._names: dict[str, set[str]] = defaultdict(set)
         self._totals: dict[str, Counter[str]] = {}
+        self.of_training: Counter[str] = Counter()  # since `train` was called
 
     def add(self, mode: str, **counts: int) -> None:
         """Add the `passes`, `rows` and `tokens` that one micro-batch skipped."""
         self._names[mode].update(counts)
         self._totals.setdefault(mode, Counter()).update(counts)
+        if mode == "train":
+            self.of_training.update(counts)
 
     def take(self, mode: str) -> dict[str, float]:
         """Return the totals by their names in the logs; absent, not zero, where nothing was counted.
@@ -31,6 +34,7 @@ class TokenCounts:
 
     def __init__(self) -> None:
         self._totals: dict[str, Counter[str]] = defaultdict(Counter)
+        self.of_training = 0  # tokens of all passes since `train` was called
 
     def add(self, mode: str, *, with_gradient: int, without_gradient: int, head: int) -> None:
         """Add the tokens of one micro-batch: in passes with a gradient, without one, and those that the head scored."""
@@ -41,6 +45,8 @@ class TokenCounts:
                 "head/tokens": head,
             }
         )
+        if mode == "train":
+            self.of_training += with_gradient + without_gradient
 
     def take(self, mode: str) -> dict[str, float]:
         """Return the totals by their names in the logs, without those that are zero."""

@@ -65,9 +65,18 @@ class DPOBatches:
             self.merged_micro_batches = count
             merged_batch = _batch(pairs, columns)
             without_rows = {name: x[:0] for name, x in merged_batch.items()}
-            return [without_rows] * (count - 1) + [merged_batch]
-        starts = range(0, size * count, size)
-        return [_batch({name: x[i : i + size] for name, x in pairs.items()}, columns) for i in starts]
+            batches = [without_rows] * (count - 1) + [merged_batch]
+        else:
+            starts = range(0, size * count, size)
+            batches = [_batch({name: x[i : i + size] for name, x in pairs.items()}, columns) for i in starts]
+        self._count_padding(samples, batches)
+        return batches
+
+    def _count_padding(self, samples: list[Any], batches: list[dict[str, Tensor]]) -> None:
+        """Keep padding that TRL's micro-batches do not have out of the skipped tokens, in each of TRL's passes."""
+        tokens, trl_tokens = (sum(x["input_ids"].numel() for x in group) for group in (batches, samples))
+        passes = 1 if self.trainer.args.precompute_ref_log_probs else 2
+        self.metrics.scorer.policy.packing.skipped_tokens -= passes * (tokens - trl_tokens)
 
     def _columns(self) -> dict[str, Column]:
         args = self.trainer.args

@@ -16,7 +16,7 @@ from ..distributed.ranks import Ranks
 from ..planning.batch_keys import SAMPLING_MASK_KEYS, TOKEN_KEYS, has_old_policy, with_old_policy_mask
 from ..planning.dynamic_sampling import FurtherPrompts, dead_groups, with_live_groups
 from ..planning.micro_batches import StepRows
-from ..planning.rows import loss_mask
+from ..planning.rows import loss_mask, padded_tokens
 from ..sampler.sampling_mask import SamplingMaskRecorder, log_probs_to_ask, warn_of_missing
 from .generation_checkpoints import GenerationCheckpoints
 from .grpo_passes import GRPOPasses
@@ -211,6 +211,7 @@ class GRPOGeneration:
         """
         trainer = self.trainer
         plan = trainer.plan
+        self.passes.metrics.added_padding = 0
         # Merged micro-batches are split by prompt anyway
         keeps_groups_together = plan.keeps_groups_together and not plan.merges and not internals.has_images(batch)
         if not plan.balances and not keeps_groups_together:
@@ -220,7 +221,9 @@ class GRPOGeneration:
         if plan.merges:
             step = step.merged
         tokens = self.passes.row_tokens(batch)
+        trl_tokens = padded_tokens(batch)
         batch = self.balance.reorder(batch, tokens, self._columns(), step, over_ranks=plan.balances)
+        self.passes.metrics.added_padding = (padded_tokens(batch) - trl_tokens) // len(batch["completion_ids"])
         metrics = internals.mode_metrics(trainer)
         for name, value in self.balance.metrics().items():
             metrics[name].append(value)

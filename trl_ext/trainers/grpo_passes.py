@@ -74,6 +74,7 @@ class GRPOPasses(SampledPasses[GRPOPlan]):
             num_items (`Any`): transformers' `num_items_in_batch`.
             trl_loss (`Callable`): returns TRL's loss of `batch`, a scalar. Only parts use it.
         """
+        self.metrics.count_padding(batch)
         budget = self._plan.facts.max_tokens_per_micro_batch
         if budget is not None and self.part_training.is_possible:
             scores = self._score_in_parts(model, batch, budget, num_items, trl_loss)
@@ -222,6 +223,7 @@ class GRPOPasses(SampledPasses[GRPOPlan]):
 
     def _log_probs(self, model: Any, batch: Batch, scored_tokens: ScoredTokens) -> Tensor:
         """Return log-probs `(R, C)` of old policy or reference, in as many forwards as the policy's pass takes."""
+        self.metrics.count_padding(batch)
         budget = self._plan.facts.max_tokens_per_micro_batch
         if budget is not None and self.trainer.model.training:
             parts = self._parts(batch, scored_tokens, budget)

@@ -18,6 +18,7 @@ from ..compat.kto import (
     reference_in_batch,
     reference_run_by_trl,
     sequences_of,
+    tokens_of,
     with_reference,
 )
 from ..compat.overrides import overrides
@@ -64,6 +65,10 @@ class KTOReference(ReferenceSource):
         """Return the reference's log-probs of each completion, then of each row for the KL term, `(B,)` each."""
         sequences = self.sequences_of(batch)
         trl_passes = 2 if has_kl_rows(batch) else 1
+        if not self.host.args.precompute_ref_log_probs:
+            # TRL pads the rows for the KL term apart, so it does not skip the padding that the common pass adds
+            tokens = sum(x["input_ids"].numel() for x in sequences)
+            self.scorer.policy.packing.skipped_tokens -= tokens - tokens_of(batch)
         sums = []
         for part in sequences:
             if self.host.plan.source == "store":

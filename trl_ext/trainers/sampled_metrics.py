@@ -81,6 +81,7 @@ class SampledMetrics:
         self.scorer = scorer
         self.buffer = buffer
         self.skipped_tokens = 0  # on this rank, since the last micro-batch was recorded
+        self.added_padding = 0  # columns that this rank's rows have beyond TRL's, because rows moved between ranks
         self._sampler_check = SamplerCheck(trainer)
 
     @property
@@ -91,6 +92,12 @@ class SampledMetrics:
         """Count a pass over `batch` that stock TRL would run and ours does not."""
         self.trainer.skip_counts.add(self._mode, passes=1)
         self.skipped_tokens += padded_tokens(batch)
+        self.count_padding(batch)
+
+    def count_padding(self, batch: dict[str, Any]) -> None:
+        """Keep padding that TRL's batch does not have out of the skipped tokens of a pass over `batch`."""
+        if self.trainer.model.training:
+            self.skipped_tokens -= self.added_padding * len(batch["completion_ids"])
 
     def record_grpo(self, loss_inputs: LossInputs) -> None:
         """Record a micro-batch of GRPO, after TRL's loss has logged its metrics."""
