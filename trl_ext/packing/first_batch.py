@@ -54,6 +54,7 @@ _MOST_COLUMNS = 1024
 _PREPENDED = 3
 # Names of config fields that say how many tokens a layer sees, or processes together
 _REACH = re.compile("^(?!.*(layers|experts|pattern)).*(window|chunk|block|local|kernel|distance|topk)")
+_OF_PYTHON = ("abc", "typing")
 # Tolerances relative to a hidden state's norm, in fp32 and in lower precision
 _TOLERANCE = 1e-3
 _COARSE_TOLERANCE = 0.2
@@ -236,7 +237,7 @@ def is_of_libraries(model: nn.Module) -> bool:
     """Whether only code of known packages runs in a forward of `model`, apart from hooks."""
     for module in model.modules():
         part = own_class_of(module)
-        if not all(is_known(x.__module__) for x in part.__mro__):
+        if not all(is_known(x.__module__) or x.__module__ in _OF_PYTHON for x in part.__mro__):
             return False
         if any(True for x in (part.forward, vars(module).get("forward")) for _ in functions_of_users(x)):
             return False
