@@ -41,6 +41,8 @@ def count_feeds(
     Args:
         with_checks: also those of the checks of the first batch, which run in evaluation mode.
     """
+    if with_checks:
+        log = as_of_a_library(log)
 
     def watch(name: str, model: torch.nn.Module) -> None:
         def fed(module: torch.nn.Module, args: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
