@@ -47,7 +47,7 @@ from .support import (
     text_id,
 )
 
-_ROWS = 3
+ROWS = 3  # of the batch, to which one is added
 # Tokens of each row: for layers of libraries, and for those that only a longer row shows to be wrong
 _COLUMNS = 64
 _MOST_COLUMNS = 1024
@@ -136,7 +136,7 @@ def check_packing(
             packed_BS = (layout.at_BS >= 0).to(padded_BSH.device)
             hidden_NH = hidden_TH[layout.real_places().to(hidden_TH.device)]
             differences[share] = _difference_reason(model, hidden_NH, padded_BSH[packed_BS])
-    return PackingCheck(differences, tokens, is_complete=int(lengths_B.max()) == _columns(model))
+    return PackingCheck(differences, tokens, is_complete=int(lengths_B.max()) == columns_to_check(model))
 
 
 def image_difference(model: Any, inputs: dict[str, Any], layout: Layout | str) -> str | None:
@@ -221,7 +221,7 @@ def _token_mixers(model: Any) -> list[nn.Module]:
     return [x for x in token_mixers if not any(y is not x and y in token_mixers for y in x.modules())]
 
 
-def _columns(model: Any) -> int:
+def columns_to_check(model: Any) -> int:
     """Return how many tokens of each row are checked."""
     config = model.config.get_text_config()
     columns = _MOST_COLUMNS
@@ -253,15 +253,15 @@ def _rows_to_check(
     padding exposes models that use the column index as the position. The beginnings of rows would not do, because the
     first rows of GRPO are completions of one prompt.
     """
-    columns = _columns(model)
-    all_lengths_B = lengths_B[:_ROWS]
+    columns = columns_to_check(model)
+    all_lengths_B = lengths_B[:ROWS]
     # Cut to different lengths, as in a batch
     most_B = columns - columns // 8 * np.arange(len(all_lengths_B))
     lengths_B = np.minimum(all_lengths_B, most_B).clip(1)
     width = lengths_B.max()
-    first_B = first_B[:_ROWS] + (all_lengths_B - lengths_B).clip(0)
+    first_B = first_B[:ROWS] + (all_lengths_B - lengths_B).clip(0)
     source_BS = (first_B[:, None] + np.arange(width)).clip(max=ids_BS.shape[1] - 1)
-    ids_BS = np.take_along_axis(ids_BS[:_ROWS], source_BS, axis=1)
+    ids_BS = np.take_along_axis(ids_BS[:ROWS], source_BS, axis=1)
     if not takes_text_only(model):
         # Without their images, placeholders would not be what the model expects
         placeholders = sorted(placeholder_ids(model.config))

@@ -81,6 +81,10 @@ class Packing:
             accept_layouts(model)
             accept_layouts_in_mixers(model)
 
+    @property
+    def reasons(self) -> tuple[str | None, str | None]:
+        return self.padded_reason, self.unshared_reason
+
     def agree(self, padded_reasons: list[str | None], unshared_reasons: list[str | None]) -> None:
         """Adopt a reason that any rank has found, given the reasons of all ranks."""
         self.padded_reason = next((reason for reason in (self.padded_reason, *padded_reasons) if reason), None)

@@ -62,6 +62,7 @@ from ..scoring.weight_layout import WHOLE_HERE
 from .callbacks import Lifecycle, MovesReference
 from .checkpointing import Checkpoints
 from .counts import SkipCounts, TokenCounts
+from .first_batch import FirstBatchChecks
 from .non_finite import NonFiniteLoss
 from .reference_source import ReferenceSource
 from .reference_weights import ReferenceOfPolicy
@@ -153,6 +154,7 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
         self.token_counts = TokenCounts()
         self._ranks = Ranks()
         self._scorer = Scorer(self._added)
+        self._first_batch = FirstBatchChecks(self._ranks, self._scorer)
         self._non_finite = NonFiniteLoss(self, self._ranks)
         self._balance = RowBalance(self, self._ranks)
         self._reference_weights = ReferenceOfPolicy(self, self._ranks, getattr(self._added, "reference_device", None))
@@ -471,12 +473,14 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
         engine = Decision("engine", "run", f"{running_engine}.{source}", routine=is_alone)
         packing = self._packing_plan().decision
         head = Decision("head", "run", *self._head())
+        checks = (self._first_batch.decision(base_of(self.accelerator.unwrap_model(self.model))),)
         if self._scored_elsewhere is not None:
             packing, head = (Decision(name, "skip", self._scored_elsewhere) for name in ("packing", "head"))
+            checks = ()
         passes = (self._balance.measured(x) for x in plan.decisions)
         return dataclasses.replace(
             plan,
-            decisions=(engine, *passes, packing, head),
+            decisions=(engine, *passes, packing, head, *checks),
             warnings=(*plan.warnings, *self._checkpoints.warnings()),
             verbose=verbose,
         )
@@ -589,6 +593,8 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
             self._in_steps = True
             self._agree()
             self._follow_changes()
+            if not self._first_step_ran:
+                self._first_batch.look_up([self.model, getattr(self, "ref_model", None)], self.args)
         with self._in_step():
             return self._watched_step(super().training_step, *positional, **keywords)
 
