@@ -473,7 +473,8 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
         engine = Decision("engine", "run", f"{running_engine}.{source}", routine=is_alone)
         packing = self._packing_plan().decision
         head = Decision("head", "run", *self._head())
-        checks = (self._first_batch.decision(base_of(self.accelerator.unwrap_model(self.model))),)
+        policy = base_of(self.accelerator.unwrap_model(self.model))
+        checks = self._first_batch.decisions(policy, packs=packing.action == "run")
         if self._scored_elsewhere is not None:
             packing, head = (Decision(name, "skip", self._scored_elsewhere) for name in ("packing", "head"))
             checks = ()

@@ -94,20 +94,21 @@ class FirstBatchChecks:
                         write_file(path, as_json(facts).encode())
         self._facts = []
 
-    def decision(self, model: Any) -> Decision:
-        """Return the plan's row about the checks of `model`, the policy."""
+    def decisions(self, model: Any, *, packs: bool) -> tuple[Decision, ...]:
+        """Return the plan's row about the checks of `model`, the policy. There is none if nothing can be compared."""
         if self.passed is not None:
             reason = "An earlier run of the same model, code, versions and options has passed its checks."
-            return Decision("first batch", "reuse", reason, routine=True, folder=str(self.passed))
+            return (Decision("first batch", "reuse", reason, routine=True, folder=str(self.passed)),)
+        is_known = is_of_libraries(model)
+        if not packs and not is_known:
+            return ()
         reason = "In the first step, 8 tokens run twice, to compare log-probs with the model's own logits."
-        is_long = False
-        if self.scorer.policy.packing.padded_reason is None:
-            rows = f"{ROWS + 1} rows of at most {columns_to_check(model)} tokens"
+        if packs:
+            rows = f"Up to {ROWS + 1} rows of at most {columns_to_check(model)} tokens"
             reason += f" {rows} run padded and packed, to compare hidden states."
-            is_long = not is_of_libraries(model)
-        if is_long:
+        if not is_known:
             reason += " Rows are that long because the model runs code that is not of a library."
-        return Decision("first batch", "run", reason, routine=not is_long)
+        return (Decision("first batch", "run", reason, routine=is_known),)
 
     def _path(self, facts: dict[str, Any]) -> Path:
         return self.folder / f"{identity_of(facts)}.json"
