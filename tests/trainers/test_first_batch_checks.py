@@ -265,8 +265,8 @@ def on_ranks(rank: Rank, change: Callable[[Any], None]) -> list[Any]:
     for is_second in (False, True):
         model = AutoModelForCausalLM.from_pretrained(os.environ["TINY_MODEL"])
         config = trl_ext.SFTConfig(
-            output_dir=str(rank.folder), max_steps=1, per_device_train_batch_size=2, bf16=False,
-            report_to="none", save_strategy="no", max_length=256, logging_steps=1,
+            output_dir=str(rank.folder), max_steps=1, per_device_train_batch_size=2, max_length=256, logging_steps=1,
+            report_to="none", save_strategy="no", bf16=False, dataloader_pin_memory=False,
         )  # fmt: skip
         trainer = trl_ext.SFTTrainer(model=model, args=config, train_dataset=LONG)
         if is_second:
