@@ -115,8 +115,10 @@ class OfUser(modeling_llama.LlamaMLP):
     pass
 
 
-def with_layer_of_user(model: Any) -> Any:
-    model.model.layers[0].mlp.__class__ = OfUser
+def with_layer_of_user(model: Any, package: str | None = None) -> Any:
+    """Put a layer of the user into a model; of a `package` that is installed, if there is one."""
+    layer = type("OfPackage", (modeling_llama.LlamaMLP,), {"__module__": package}) if package else OfUser
+    model.model.layers[0].mlp.__class__ = layer
     return model
 
 
@@ -140,6 +142,7 @@ CHANGES: dict[str, Callable[[Runs], dict[str, Any]]] = {
     "a hook": lambda runs: {"model": with_hook(runs.model())},
     "a replaced forward": lambda runs: {"model": with_replaced_forward(runs.model())},
     "a layer of the user": lambda runs: {"model": with_layer_of_user(runs.model())},
+    "a layer of another package": lambda runs: {"model": with_layer_of_user(runs.model(), "hypothesis.layers")},
     "a setting of a layer": lambda runs: {"model": with_setting(runs.model())},
     "a buffer": lambda runs: {"model": with_buffer(runs.model())},
     "share_prompts": lambda runs: {"share_prompts": False},
@@ -239,6 +242,7 @@ NOT_RECORDED: dict[str, Callable[[Runs], dict[str, Any]]] = {
     "logits that differ": failing_logits,
     "a hook": CHANGES["a hook"],
     "a layer of the user": CHANGES["a layer of the user"],
+    "a layer of another package": CHANGES["a layer of another package"],
 }
 
 
