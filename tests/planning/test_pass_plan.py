@@ -93,6 +93,7 @@ def test_the_plan_says_what_runs_and_why(name: str, workshop: Workshop) -> None:
         "balance",
         "packing",
         "head",
+        "first batch",
     ]
     for pass_name, (action, reason) in decisions.items():
         assert plan[pass_name].action == action
@@ -128,7 +129,8 @@ def test_the_table_leaves_out_what_is_as_in_trl(fields: dict[str, Any], shown: l
             for x in (False, True)
         )
     assert rows == shown
-    assert every == ["engine", "policy", "old policy", "reference", "micro-batches", "balance", "packing", "head"]
+    passes = ["policy", "old policy", "reference", "micro-batches", "balance"]
+    assert every == ["engine", *passes, "packing", "head", "first batch"]
 
 
 @pytest.mark.parametrize("option", [{"head": "dense"}, {"head_kernels": "torch"}], ids=str)

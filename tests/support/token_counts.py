@@ -33,8 +33,16 @@ class Feed:
     forwards = 1  # so that forwards are summed like rows and tokens
 
 
-def count_feeds(trainer: Any, feeds: list[Feed], log: Callable[[], int] = lambda: 0) -> None:
-    """Record every later forward of `trainer` in `feeds`, in training and in evaluation."""
+def count_feeds(
+    trainer: Any, feeds: list[Feed], log: Callable[[], int] = lambda: 0, *, with_checks: bool = False
+) -> None:
+    """Record every later forward of `trainer` in `feeds`, in training and in evaluation.
+
+    Args:
+        with_checks: also those of the checks of the first batch, which run in evaluation mode.
+    """
+    if with_checks:
+        log = as_of_a_library(log)
 
     def watch(name: str, model: torch.nn.Module) -> None:
         def fed(module: torch.nn.Module, args: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
@@ -42,7 +50,7 @@ def count_feeds(trainer: Any, feeds: list[Feed], log: Callable[[], int] = lambda
             grad, training = torch.is_grad_enabled(), trainer.model.training
             feeds.append(Feed(name, grad, training, len(ids), ids.numel(), log(), trainer.state.global_step))
 
-        model.get_input_embeddings().register_forward_hook(fed)
+        model.get_input_embeddings().register_forward_hook(as_of_a_library(fed) if with_checks else fed)
 
     watch("policy", trainer.model)
     if getattr(trainer, "ref_model", None) is not None:  # SFT has none

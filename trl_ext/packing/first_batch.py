@@ -5,11 +5,24 @@ others. This shows what hidden states may hide, for example a state that a convo
 
 The check detects what the rules of `support.py` cannot see. Every rank runs the same forwards, whatever its batch and
 the results, because each forward of a sharded model needs all ranks.
+
+What it detects, and what each needs:
+
+- attention, or another layer, that reads other rows, or one row's state in the next: two rows;
+- positions counted from the column or from the mask: padding before rows, and rows of different lengths;
+- prompts that rows cannot share: two rows that begin with the same tokens;
+- a mixer that reads padding: padding;
+- a window or a chunk that the packed row ignores: rows that are longer than it.
+
+The end of each row shows all but the last, in 64 tokens. So longer rows run only for a model whose config has a window
+or a chunk that more tokens show, and for code of users, whose reach is not known.
 """
 
 import random
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -18,7 +31,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from .attention import LayoutNotReadError, run_packed
-from .hooks import without_hooks_of_users
+from .hooks import functions_of_users, is_known, without_hooks_of_users
 from .layout import Layout
 from .mixer_states import output_of
 from .support import (
@@ -27,15 +40,21 @@ from .support import (
     longest_equal,
     longest_in_one_chunk,
     mixers_of,
+    own_class_of,
     placeholder_ids,
     takes_text_only,
     text_backbone_of,
     text_id,
 )
 
-_ROWS = 3
-_COLUMNS = 1024
+ROWS = 3  # of the batch, to which one is added
+# Tokens of each row: for layers of libraries, and for those that only a longer row shows to be wrong
+_COLUMNS = 64
+_MOST_COLUMNS = 1024
 _PREPENDED = 3
+# Names of config fields that say how many tokens a layer sees, or processes together
+_REACH = re.compile("^(?!.*(layers|experts|pattern)).*(window|chunk|block|local|kernel|distance|topk)")
+_OF_PYTHON = ("abc", "typing")
 # Tolerances relative to a hidden state's norm, in fp32 and in lower precision
 _TOLERANCE = 1e-3
 _COARSE_TOLERANCE = 0.2
@@ -45,25 +64,36 @@ _OUTLIERS = 0.1
 _LEAK = 1e-2
 
 
-def packing_differences(
+@dataclass(frozen=True)
+class PackingCheck:
+    """What the check found, and what it took."""
+
+    differences: dict[bool, str | None]  # how packing changes the results, by whether rows share leading tokens
+    tokens: int  # that the backbone processed
+    is_complete: bool  # whether the batch had rows as long as the check runs
+
+
+def check_packing(
     model: Any,
     rows: tuple[NDArray[Any], NDArray[Any], NDArray[Any]],
     device: torch.device,
     shares: tuple[bool, ...],
     *,
     rebase: bool,
-) -> dict[bool, str | None]:
-    """Return how packing changes the results, or None, for each of `shares` (whether rows share leading tokens).
+) -> PackingCheck:
+    """Compare the results of packed rows with those of padded ones, for each of `shares`.
 
     Args:
         rows: token ids `(B, S)`, and the first column and the length of each row, `(B,)`.
         device: where the model's inputs lie.
+        shares (`tuple[bool, ...]`): whether rows share leading tokens.
         rebase (`bool`): whether positions of rows that share tokens begin at 0.
     """
     ids_BS, lengths_B = _rows_to_check(model, *rows)
     first_B = np.full_like(lengths_B, _PREPENDED)
     attention = model.config.get_text_config()._attn_implementation
     differences: dict[bool, str | None] = {}
+    tokens = ids_BS.size
     with undisturbed(model, device):
         places_BS = np.arange(ids_BS.shape[1]) - first_B[:, None]
         real_BS = (places_BS >= 0) & (places_BS < lengths_B[:, None])
@@ -82,6 +112,7 @@ def packing_differences(
                 implementation=attention,
                 device=device,
             )
+            tokens += layout.tokens
             in_first_row_1T = torch.arange(layout.tokens, device=device)[None] < int(packed_lengths_B[0])
             try:
                 with _leaks([] if share else _token_mixers(model), in_first_row_1T) as leaks:
@@ -105,7 +136,7 @@ def packing_differences(
             packed_BS = (layout.at_BS >= 0).to(padded_BSH.device)
             hidden_NH = hidden_TH[layout.real_places().to(hidden_TH.device)]
             differences[share] = _difference_reason(model, hidden_NH, padded_BSH[packed_BS])
-    return differences
+    return PackingCheck(differences, tokens, is_complete=int(lengths_B.max()) == columns_to_check(model))
 
 
 def image_difference(model: Any, inputs: dict[str, Any], layout: Layout | str) -> str | None:
@@ -190,21 +221,47 @@ def _token_mixers(model: Any) -> list[nn.Module]:
     return [x for x in token_mixers if not any(y is not x and y in token_mixers for y in x.modules())]
 
 
+def columns_to_check(model: Any) -> int:
+    """Return how many tokens of each row are checked."""
+    config = model.config.get_text_config()
+    columns = _MOST_COLUMNS
+    if is_of_libraries(text_backbone_of(model)):
+        # Half of a row is beyond each reach. The longest check does not show a longer one
+        reaches = [x for name, x in vars(config).items() if isinstance(x, int) and _REACH.search(name)]
+        columns = min(_MOST_COLUMNS, max([_COLUMNS, *(2 * reach for reach in reaches if reach < _MOST_COLUMNS)]))
+    limits = (longest_equal(model), longest_in_one_chunk(model), getattr(config, "max_position_embeddings", None))
+    return max(1, min([columns, *(limit - _PREPENDED for limit in limits if limit is not None and limit > 0)]))
+
+
+def is_of_libraries(model: nn.Module) -> bool:
+    """Whether only code of known packages runs in a forward of `model`, apart from hooks."""
+    for module in model.modules():
+        part = own_class_of(module)
+        if not all(is_known(x.__module__) or x.__module__ in _OF_PYTHON for x in part.__mro__):
+            return False
+        if any(True for x in (part.forward, vars(module).get("forward")) for _ in functions_of_users(x)):
+            return False
+    return True
+
+
 def _rows_to_check(
     model: Any, ids_BS: NDArray[Any], first_B: NDArray[Any], lengths_B: NDArray[Any]
 ) -> tuple[NDArray[Any], NDArray[Any]]:
-    """Return the first rows of the batch, plus a copy of the longest with a different second half, all left-padded.
+    """Return the ends of the first rows, plus a copy of the longest with a different second half, all left-padded.
 
-    So two rows always start with the same tokens and end with different ones, each half more than a tenth of all
-    tokens. The padding exposes models that use the column index as the position.
+    So two rows start with the same tokens and end with different ones, each half more than a tenth of all tokens. The
+    padding exposes models that use the column index as the position. The beginnings of rows would not do, because the
+    first rows of GRPO are completions of one prompt.
     """
-    longest_position = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    limits = (longest_equal(model), longest_in_one_chunk(model), longest_position)
-    most = min([_COLUMNS, *(limit - _PREPENDED for limit in limits if limit is not None and limit > 0)])
-    lengths_B = lengths_B[:_ROWS].clip(1, max(most, 1))
+    columns = columns_to_check(model)
+    all_lengths_B = lengths_B[:ROWS]
+    # Cut to different lengths, as in a batch
+    most_B = columns - columns // 8 * np.arange(len(all_lengths_B))
+    lengths_B = np.minimum(all_lengths_B, most_B).clip(1)
     width = lengths_B.max()
-    source_BS = (first_B[:_ROWS, None] + np.arange(width)).clip(max=ids_BS.shape[1] - 1)
-    ids_BS = np.take_along_axis(ids_BS[:_ROWS], source_BS, axis=1)
+    first_B = first_B[:ROWS] + (all_lengths_B - lengths_B).clip(0)
+    source_BS = (first_B[:, None] + np.arange(width)).clip(max=ids_BS.shape[1] - 1)
+    ids_BS = np.take_along_axis(ids_BS[:ROWS], source_BS, axis=1)
     if not takes_text_only(model):
         # Without their images, placeholders would not be what the model expects
         placeholders = sorted(placeholder_ids(model.config))

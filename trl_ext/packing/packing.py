@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from .attention import TOKEN_TYPES, accept_layouts
-from .first_batch import image_difference, packing_differences
+from .first_batch import check_packing, image_difference
 from .images import IMAGE_INPUTS, BatchImages, has_images, has_own_positions, unpacked_images_reason
 from .layout import Layout
 from .mixers import accept_layouts_in_mixers
@@ -53,9 +53,11 @@ class Packing:
         unshared_reason (`str`, *optional*): why rows do not share leading tokens; None if they do.
         images_reason (`str`, *optional*): why batches with images stay padded; None if they are packed.
         checked (`bool`): whether a first batch was compared with the padded forward.
+        checked_completely (`bool`): whether that batch had rows as long as the check runs.
         images_checked (`bool`): whether a first batch with images was compared.
         agreed (`bool`): whether the ranks have exchanged the results of this check.
         skipped_tokens (`int`): tokens of padded batches that packing has removed so far.
+        checked_tokens (`int`): tokens that the checks have processed so far.
     """
 
     def __init__(self, model: Any, *, padding_free: bool, share_prompts: bool) -> None:
@@ -65,9 +67,11 @@ class Packing:
         self.has_mixers = bool(mixers_of(model))
         self.images_reason: str | None = None
         self.checked = False
+        self.checked_completely = False
         self.images_checked = False
         self.agreed = False
         self.skipped_tokens = 0
+        self.checked_tokens = 0
         self._warned: set[str] = set()
         if self.padded_reason is None:
             self._rebases = share_prompts and can_rebase(model)
@@ -76,6 +80,10 @@ class Packing:
             self._unscaled_row = longest_unscaled_row(model)
             accept_layouts(model)
             accept_layouts_in_mixers(model)
+
+    @property
+    def reasons(self) -> tuple[str | None, str | None]:
+        return self.padded_reason, self.unshared_reason
 
     def agree(self, padded_reasons: list[str | None], unshared_reasons: list[str | None]) -> None:
         """Adopt a reason that any rank has found, given the reasons of all ranks."""
@@ -167,7 +175,10 @@ class Packing:
         """Run a few rows of the first batch packed and padded, and turn off what changes their hidden states."""
         shares = (True, False) if self.unshared_reason is None else (False,)
         rows = (batch.ids_BS, batch.first_B, batch.lengths_B)
-        differences = packing_differences(model, rows, device, shares, rebase=self._rebases)
+        check = check_packing(model, rows, device, shares, rebase=self._rebases)
+        self.checked_tokens += check.tokens
+        self.checked_completely = check.is_complete
+        differences = check.differences
         if differences[False] is not None:
             self.padded_reason = differences[False]
             self._warn_once(f"Batches of {type(model).__name__} stay padded: {self.padded_reason}.")
@@ -200,6 +211,8 @@ class Packing:
                 raise
             except Exception as error:  # of the model's code that computes positions
                 layout = f"on the first batch with images, packing fails: {error}"
+        self.checked_tokens += inputs["input_ids"].numel()
+        self.checked_tokens += inputs["input_ids"].numel() if isinstance(layout, str) else layout.tokens
         self.images_reason = image_difference(model, inputs, layout)
 
     def _warn_once(self, message: str) -> None:

@@ -64,13 +64,13 @@ def code_of(model: nn.Module) -> list[str]:
 @cache
 def _unversioned(part: Any) -> tuple[str, ...]:
     return tuple(
-        f"{x.__module__}.{x.__qualname__} {_source_hash(x)}"
+        f"{x.__module__}.{x.__qualname__} {source_hash(x)}"
         for x in part.__mro__
         if x.__module__.split(".")[0] not in VERSIONED
     )
 
 
-def _source_hash(part: Any) -> str:
+def source_hash(part: Any) -> str:
     """Return a hash of the source file of a class or function, with the files of a remote model that it imports."""
     from transformers.dynamic_module_utils import get_relative_import_files
 
@@ -115,7 +115,7 @@ def _check_classes(module: nn.Module) -> None:
     kinds: set[Any] = {type(x) for x in (module, vars(module).get("config"), *tensors)}
     for part in {part for kind in kinds for part in kind.__mro__ if is_foreign(part.__module__)}:
         name_and_version(part)
-        if is_remote(part.__module__) and _source_hash(part) == _UNKNOWN:
+        if is_remote(part.__module__) and source_hash(part) == _UNKNOWN:
             raise UnknownCodeError(f"the source file of the class `{part.__qualname__}` cannot be read")
     module_class: Any = type(module)
     for name in sorted(_names_in_forward(module_class) & _READS):
@@ -264,9 +264,9 @@ def _line_of(function: Any, tensor_names: dict[int, str]) -> str:
     if isinstance(function, FunctionType):
         state = [state, closure_of(function), function.__defaults__, function.__kwdefaults__]
     if isinstance(function, type):
-        return f"{line} {_source_hash(function)}"
-    source_hash = _source_hash(function if isinstance(function, FunctionType) else type(function))
-    return f"{line} {source_hash} {digest_of_value(state, tensor_names)}"
+        return f"{line} {source_hash(function)}"
+    file_hash = source_hash(function if isinstance(function, FunctionType) else type(function))
+    return f"{line} {file_hash} {digest_of_value(state, tensor_names)}"
 
 
 def _foreign_in(value: Any, met: set[int]) -> Iterator[Any]:

@@ -54,6 +54,10 @@ def name_and_version(value: Any) -> str:
     return f"{package_version} {module}.{named.__qualname__}"
 
 
+# Reads the metadata of all installed packages
+_distributions = cache(packages_distributions)
+
+
 @cache
 def version_of(module: str) -> str:
     """Return name and version of the installed package of a foreign module; "" if there is none, as for a script."""
@@ -65,6 +69,6 @@ def version_of(module: str) -> str:
     if {"site-packages", "dist-packages"}.isdisjoint(Path(file or "").parts):
         return ""
     with suppress(PackageNotFoundError, IndexError):
-        distribution = packages_distributions().get(package, [package])[0]
+        distribution = _distributions().get(package, [package])[0]
         return f"{package} {version(distribution)}"
     return f"{package} {getattr(imported, '__version__', '')}"

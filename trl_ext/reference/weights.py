@@ -294,17 +294,17 @@ def identity_facts(
 
 def identity_of(facts: dict[str, Any]) -> str:
     """Return 32 hexadecimal digits that identify the reference."""
-    return hashlib.blake2b(_as_json(facts).encode(), digest_size=16).hexdigest()
+    return hashlib.blake2b(as_json(facts).encode(), digest_size=16).hexdigest()
 
 
 def write_about(folder: Path, facts: dict[str, Any]) -> None:
     """Write `about.json`, which describes the folder's reference to people. No program reads it."""
     with suppress(OSError):
         if not (folder / "about.json").exists():
-            write_file(folder / "about.json", _as_json(facts).encode())
+            write_file(folder / "about.json", as_json(facts).encode())
 
 
-def _as_json(facts: dict[str, Any]) -> str:
+def as_json(facts: dict[str, Any]) -> str:
     """Return the same text for equal facts in any order."""
 
     def plain(value: Any) -> Any:

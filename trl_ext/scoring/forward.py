@@ -113,6 +113,7 @@ class ScoringForward:
 
     sequence_group: SequenceGroup | None = None  # the ranks over which the tokens of a row are split
     is_compared = False  # whether log-probs were compared with the model's logits
+    agrees_with_model = False  # whether they were equal, at once
 
     def __init__(self, model: Any, options: ScoringOptions, model_forward: ModelForward) -> None:
         self.options = options
@@ -130,7 +131,7 @@ class ScoringForward:
             self._set_transform(transform)
         self.vocabulary: int = model.config.get_text_config().vocab_size
         self.was_called = False  # every call sets it; the caller resets and reads it
-        self.counts = ForwardTokens()  # since they were last taken, but for `skipped`, which packing counts
+        self.counts = ForwardTokens()  # since they were last taken, but for what packing counts
         self.head_rows: str | None = None  # which rows of the head's weight the last pass used, and why
         self.packing = Packing(model, padding_free=options.padding_free, share_prompts=options.share_prompts)
         self.planned_randomness: Randomness | None = None  # what the plan knows, perhaps of another rank
@@ -222,9 +223,13 @@ class ScoringForward:
 
     def take_counts(self) -> ForwardTokens:
         """Return token counts since the last call."""
-        counts = self.counts._replace(skipped=self.packing.skipped_tokens)
+        counts = self.counts._replace(
+            skipped=self.packing.skipped_tokens,
+            without_gradient=self.counts.without_gradient + self.packing.checked_tokens,
+        )
         self.counts = ForwardTokens()
         self.packing.skipped_tokens = 0
+        self.packing.checked_tokens = 0
         return counts
 
     # Not compiled: the counts differ in each call, so every call would be compiled again
@@ -450,11 +455,12 @@ class ScoringForward:
                 f"The log-probs of {self.model_class} were not compared with its own logits: {randomness.reason}."
             )
             return
-        sample = ModelSample.of(model, self.model_forward, self.vocabulary, device, has_mask=has_mask)
+        sample = self._sample(model, device, has_mask)
         if sample is None:
             return
         difference = self._difference(model, sample)
         if difference is None:
+            self.agrees_with_model = True
             return
         # The tiled head or an adapter may be the cause: their checks say so
         self._difference(model, sample, check=True)
@@ -468,7 +474,7 @@ class ScoringForward:
         except Exception as error:  # of the model's code, on what a stand-in returns
             logger.debug(f"{self.model_class} does not run without its backbone: {error}")
         self._set_transform(transform)
-        second_sample = ModelSample.of(model, self.model_forward, self.vocabulary, device, has_mask=has_mask)
+        second_sample = self._sample(model, device, has_mask)
         # A forward that draws at random in evaluation mode too, for example in a user's hook, cannot be compared
         if second_sample is not None and second_sample.repeats(sample):
             raise RuntimeError(
@@ -476,6 +482,13 @@ class ScoringForward:
                 "would be wrong, as it is in TRL. The forward must compute logits from the `last_hidden_state` of the "
                 "backbone, and pass its inputs to the backbone unchanged. Change its code, or use another model."
             )
+
+    def _sample(self, model: Any, device: torch.device, has_mask: bool) -> ModelSample | None:
+        sample = ModelSample.of(model, self.model_forward, self.vocabulary, device, has_mask=has_mask)
+        if sample is not None:
+            processed = self.counts.without_gradient + sample.processed_tokens
+            self.counts = self.counts._replace(without_gradient=processed)
+        return sample
 
     def _difference(self, model: Any, sample: ModelSample, *, check: bool = False) -> str | None:
         """Return by how much the log-probs of our head differ from those of the model's logits, or None."""

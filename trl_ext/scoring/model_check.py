@@ -66,6 +66,10 @@ class ModelSample:
         )
 
     @property
+    def processed_tokens(self) -> int:
+        return 2 * len(self.hidden_NH)  # of the backbone alone, and of the whole forward
+
+    @property
     def tolerance(self) -> float:
         return _COARSE_TOLERANCE if self.is_coarse else _TOLERANCE
 

@@ -20,7 +20,7 @@ def agree_on_packing(packings: Iterable[Packing]) -> None:
         if packing.checked and not packing.agreed:
             from accelerate.utils import gather_object
 
-            rank_reasons = gather_object([(packing.padded_reason, packing.unshared_reason)])
+            rank_reasons = gather_object([packing.reasons])
             padded_reasons, unshared_reasons = zip(*rank_reasons, strict=True)
             packing.agree(list(padded_reasons), list(unshared_reasons))
 

@@ -73,6 +73,7 @@ from .as_trl import give_way_to_trl
 from .callbacks import Lifecycle, MovesReference
 from .checkpointing import Checkpoints
 from .counts import SkipCounts, TokenCounts
+from .first_batch import FirstBatchChecks
 from .non_finite import NonFiniteLoss
 from .reference_source import ReferenceSource
 from .reference_weights import ReferenceOfPolicy
@@ -161,6 +162,7 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
         self._phase_times = PhaseTimes()
         self._ranks = Ranks()
         self._scorer = Scorer(self._added)
+        self._first_batch = FirstBatchChecks(self._ranks, self._scorer)
         self._non_finite = NonFiniteLoss(self, self._ranks)
         self._balance = RowBalance(self, self._ranks)
         self._reference_weights = ReferenceOfPolicy(self, self._ranks, getattr(self._added, "reference_device", None))
@@ -486,12 +488,15 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
         engine = Decision("engine", "run", f"{running_engine}.{source}", routine=is_alone)
         packing = self._packing_plan().decision
         head = Decision("head", "run", *self._head())
+        policy = base_of(self.accelerator.unwrap_model(self.model))
+        checks = self._first_batch.decisions(policy, packs=packing.action == "run")
         if self._scored_elsewhere is not None:
             packing, head = (Decision(name, "skip", self._scored_elsewhere) for name in ("packing", "head"))
+            checks = ()
         passes = (self._balance.measured(x) for x in plan.decisions)
         return dataclasses.replace(
             plan,
-            decisions=(engine, *passes, packing, head),
+            decisions=(engine, *passes, packing, head, *checks),
             warnings=(*plan.warnings, *self._checkpoints.warnings()),
             verbose=verbose,
         )
@@ -621,6 +626,8 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
             self._in_steps = True
             self._agree()
             self._follow_changes()
+            if not self._first_step_ran:
+                self._first_batch.look_up([self.model, getattr(self, "ref_model", None)], self.args)
         with self._in_step():
             return self._watched_step(super().training_step, *positional, **keywords)
 

@@ -10,6 +10,7 @@ from transformers import TrainerCallback
 from ..distributed.gradients import check_checkpointing, sum_gradients_once
 from ..distributed.ranks import Ranks
 from .checkpointing import Checkpoints
+from .first_batch import FirstBatchChecks
 from .non_finite import NonFiniteLoss
 from .reference_weights import ReferenceOfPolicy
 
@@ -24,6 +25,7 @@ class Trainer(Protocol):
     _checkpoints: Checkpoints
     _non_finite: NonFiniteLoss
     _reference_weights: ReferenceOfPolicy
+    _first_batch: FirstBatchChecks
     _step_begins: bool
 
     def check_engine(self, wrapped: Any = None) -> None: ...
@@ -65,6 +67,7 @@ class Lifecycle(TrainerCallback):
         if self._is_first_step:
             self._is_first_step = False
             self.trainer.check_methods_called()
+            self.trainer._first_batch.record()
 
     def on_pre_optimizer_step(self, *args: Any, model: Any, **kwargs: Any) -> None:
         self.trainer._non_finite.before_step(model)
