@@ -275,12 +275,16 @@ def test_without_a_gpu_or_a_bound_there_is_one_error(words, capsys: pytest.Captu
 def test_if_nothing_fits_the_error_names_the_smallest_peak_and_what_is_left(words, capsys: pytest.CaptureFixture):
     assert main(["plan", "dpo", *words["dpo"], "--device", "cpu", "--device_memory", "0.0001"]) == 2
     said = capsys.readouterr().err.strip().splitlines()[-1]
-    assert re.search(r"Nothing fits into 0\.1 MiB.*: the smallest predicted peak is [\d.]+ MiB \(", said), said
-    assert "`--use_peft`" in said
-    assert "`--max_length`" in said
+    assert re.search(r"Nothing fits into 0\.1 MiB.*: weights, gradients and optimizer states alone need", said), said
+    assert "Train an adapter with `--use_peft`, or use a smaller model." in said
     assert "`--num_devices`" not in said  # under DDP, a device needs as much
     assert main(["plan", "dpo", *words["dpo"], "--device_memory", "0.0001"]) == 2
     assert "or pass more devices with `--num_devices`." in capsys.readouterr().err
+    adapter = ["--use_peft", "--lora_target_modules", "all-linear", "--device", "cpu", "--device_memory", "0.0002"]
+    assert main(["plan", "dpo", *words["dpo"], *adapter]) == 2
+    said = capsys.readouterr().err.strip().splitlines()[-1]
+    assert re.search(r"Nothing fits into 0\.2 MiB.*: the smallest predicted peak is [\d.]+ MiB \(", said), said
+    assert "`--max_length`" in said
 
 
 def test_engines_that_are_not_covered_are_named(words, capsys: pytest.CaptureFixture):

@@ -323,7 +323,8 @@ def _little_used(planner: Planner, best: Counted, memory: _DeviceMemory) -> str:
 def _nothing_fits(planner: Planner, misses: list[Counted], limit: int) -> CommandError:
     least = min(misses, key=lambda x: (x.is_least, x.peak))
     length = "max_completion_length" if planner.run.samples else "max_length"
-    remedies = [f"set `--{length}` to a lower number"]
+    # Shorter rows save activations, not weights
+    remedies = ["use a smaller model" if least.is_least else f"set `--{length}` to a lower number"]
     if planner.facts.trained_bytes == planner.facts.weight_bytes:
         remedies.insert(0, "train an adapter with `--use_peft`")
     if planner.shards_on_more:
