@@ -3,9 +3,10 @@
 That file imports torch and TRL, so it is imported only then: after `--version`, `--help` and the checks of `line.py`.
 """
 
+import gc
 from dataclasses import dataclass
 from importlib import import_module
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from . import CommandError, ReportedError, TrainingStoppedError, one_line
 from .demo import demo_words
@@ -21,6 +22,18 @@ class Process:
 
     may_launch: bool  # False in one that torchrun or `accelerate launch` has started: it starts no others
     shows_traceback: bool
+
+
+def _imported(name: str) -> Any:
+    """Return the module `name` of this package."""
+    was_enabled = gc.isenabled()
+    # Torch and TRL make many objects and little garbage: a quarter of the import would be a search for it
+    gc.disable()
+    try:
+        return import_module(f".{name}", __package__)
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 @dataclass(frozen=True)
@@ -48,7 +61,7 @@ class MethodCommand(Command):
     def run(self, words: list[str], process: Process) -> int:
         line = self.read(words)
         try:
-            return int(import_module(f".{self.file}", __package__).run(line, process))
+            return int(_imported(self.file).run(line, process))
         except (CommandError, TrainingStoppedError) as error:
             error.add_note(line.where(str(error)) + of_environment(str(error)))
             raise

@@ -16,7 +16,7 @@ from ..trainers.reference_weights import check_hosted_arguments
 from . import CommandError, wrapped
 from .commands import Process
 from .line import Line
-from .predictions import GIB, as_command_errors, check_memory, parse_for_prediction, readable, run_of
+from .predictions import GIB, CountingLine, as_command_errors, check_memory, parse_for_prediction, readable, run_of
 
 _NOT_COVERED = (
     "The estimate is for the longest rows without shared prompts, so no batch takes more. It leaves out workspaces of "
@@ -60,12 +60,18 @@ def run(line: Line, process: Process) -> int:
         step = step_of(estimated_run)
         policy = policy_of(estimated_run)
     _check_host_memory(estimated_run.training, step.device, has_adapter=policy.has_adapter)
-    print(_table(line.method, step, policy, memory_of_step(step)))
+    progress = CountingLine()
+    progress.update(1)
+    memory = memory_of_step(step)
+    progress.clear()
+    print(_table(line.method, step, policy, memory))
     limit = None if arguments.device_memory is None else int(arguments.device_memory * GIB)
     if limit is None and arguments.device == "cuda" and torch.cuda.is_available():
         limit = torch.cuda.get_device_properties(0).total_memory
     unknown = "Pass `--device_memory` in GiB: there is no GPU to read it from."
-    print(wrapped(unknown if limit is None else _longest(step, policy, limit), f"{'longest':<13}"))
+    longest = unknown if limit is None else _longest(step, policy, limit, progress)
+    progress.clear()
+    print(wrapped(longest, f"{'longest':<13}"))
     print("", *map(wrapped, _notes(estimated_run, policy)), sep="\n")
     return 0
 
@@ -96,9 +102,9 @@ def _notes(estimated: Run, policy: Policy) -> list[str]:
     return notes
 
 
-def _longest(step: Step, policy: Policy, limit: int) -> str:
+def _longest(step: Step, policy: Policy, limit: int, progress: CountingLine) -> str:
     """Return which rows fit into `limit` bytes, as text."""
-    longest, most = longest_rows(step, policy.longest_row, limit)
+    longest, most = longest_rows(step, policy.longest_row, limit, progress.update)
     why_no_longer = ""
     if longest + 64 > policy.longest_row:
         why_no_longer = ", the longest that the model takes"

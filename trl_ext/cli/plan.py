@@ -27,11 +27,12 @@ from .arguments import OneLineParser, dataclasses_of
 from .commands import Process
 from .line import Line, check_folder
 from .plan_lengths import lengths_of
-from .predictions import GIB, as_command_errors, check_memory, parse_for_prediction, readable, run_of
+from .predictions import GIB, CountingLine, as_command_errors, check_memory, parse_for_prediction, readable, run_of
 
 # In tests of small models, measured peaks exceed their estimates by up to this share
 MARGIN = 0.07
 _PERCENT = f"{100 * (1 - MARGIN):.0f} %"
+_LITTLE = 0.1  # share of the memory below which a larger batch is advised
 _SHOWN = 3  # options that fit
 _MISSES = 4  # options that do not
 _NOT_COVERED = (
@@ -70,13 +71,19 @@ def run(line: Line, process: Process) -> int:
     remedy = "Remove it: `plan` chooses the engine for `--num_devices`"
     processes = line.in_file.get("num_processes")
     # A file that `plan` has written may be planned again
-    is_planned = processes is not None and line.in_file.get("mixed_precision") in (None, False, "no")
+    precision = line.in_file.get("mixed_precision") or "no"
+    is_planned = processes is not None and precision in ("no", "bf16", "fp16")
     parsed_arguments = parse_for_prediction(line, PlanArguments, remedy, LAUNCH_ARGUMENTS if is_planned else ())
     arguments = parsed_arguments.command
     if is_planned and processes != arguments.num_devices:
         raise CommandError(
             f"`num_processes` is {processes}, but `--num_devices` is {arguments.num_devices}: the batch of a step "
             "would change. Give both the same number."
+        )
+    if is_planned and precision != "no" and not getattr(parsed_arguments.training, precision):
+        raise CommandError(
+            f"`mixed_precision` is {precision} in the file, but `--{precision}` is false. Remove `mixed_precision`: "
+            f"`plan` writes it."
         )
     if arguments.num_devices < 1:
         raise CommandError(f"`--num_devices` must be at least 1, got {arguments.num_devices}.")
@@ -88,9 +95,12 @@ def run(line: Line, process: Process) -> int:
     memory = _memory_of_device(arguments, kind)
     planned_run = run_of(line.method, parsed_arguments, device=kind, devices=arguments.num_devices)
     limit = int(memory.size * (1 - MARGIN))
+    progress = CountingLine()
     with as_command_errors():
-        planner = Planner(planned_run, memory.device, partial(lengths_of, line.method, parsed_arguments))
+        read_lengths = partial(lengths_of, line.method, parsed_arguments)
+        planner = Planner(planned_run, memory.device, read_lengths, progress.update)
         search_result = planner.search(limit)
+    progress.clear()
     if not search_result.fits:
         raise _nothing_fits(planner, search_result.misses, limit)
     print(_lengths_table(planner), _bound_line(memory), sep="\n", end="\n\n")
@@ -99,6 +109,7 @@ def run(line: Line, process: Process) -> int:
     for number, option in enumerate(varied(best, _SHOWN), 1):
         _print_option(number, option, planner, given_arguments)
     print(_unfit(planner, search_result, limit), end="")
+    print(_little_used(planner, best[0].candidate, memory), end="")
     if planner.kept_because is not None:
         print(wrapped(f"The batch stays as given: {planner.kept_because}."))
     chosen_arguments = _arguments_of(planner, best[0].candidate.option)
@@ -149,7 +160,7 @@ def _arguments_of(planner: Planner, option: Option) -> dict[str, Any]:
     """Return the arguments of an option, with those of its device and engine; `None` for those to leave out."""
     return {
         **planner.space.arguments_of(option),
-        **launch_arguments(option.setting.engine, planner.run.devices, planner.run.device),
+        **launch_arguments(option.setting.engine, planner.run.devices, planner.run.device, planner.run.mixed_precision),
     }
 
 
@@ -162,7 +173,10 @@ def _print_option(number: int, option: Ranked, planner: Planner, given_arguments
         host = f" and {readable(on_host)} of host memory" + " in each process" * (planner.run.devices > 1)
     peak = readable(option.candidate.peak)
     arguments = _arguments_of(planner, option.candidate.option)
-    print(wrapped(f"{number}. predicted peak {peak}{host}, predicted time {option.time:.2f}"))
+    fastest = " (fastest)" * (number == 1)
+    print(wrapped(f"{number}. predicted peak {peak}{host}, relative time {option.time:.2f}{fastest}"))
+    if planner.run.devices > 1:
+        print(wrapped(f"{ENGINES[option.candidate.option.setting.engine]} on {planner.run.devices} devices", "    "))
     print(_to_copy(_words(arguments)))
     print(*_to_add(arguments, given_arguments), sep="\n")
 
@@ -281,7 +295,7 @@ def _unfit(planner: Planner, search_result: SearchResult, limit: int) -> str:
         kind = miss.option.setting.on_device
         closest[kind] = min(miss, closest.get(kind, miss), key=lambda x: x.peak)
     lines = [
-        wrapped(_named(planner, miss.option), f"    {readable(miss.peak):>10}   ")
+        wrapped(_named(planner, miss.option), f"    {'over ' * miss.is_least + readable(miss.peak):>15}   ")
         for miss in sorted(closest.values(), key=lambda x: x.peak)[:_MISSES]
     ]
     parts = []
@@ -296,15 +310,28 @@ def _unfit(planner: Planner, search_result: SearchResult, limit: int) -> str:
     return "\n".join([*parts, ""]) if parts else ""
 
 
+def _little_used(planner: Planner, best: Counted, memory: _DeviceMemory) -> str:
+    """Return what to do with the memory if the best option uses less than a tenth of it."""
+    share = best.peak / memory.size
+    if share >= _LITTLE:
+        return ""
+    shown = f"{100 * share:.0f} %" if share >= 0.01 else "less than 1 %"
+    remedy = "raise `--per_device_train_batch_size`, or use a smaller device"
+    return wrapped(f"The first option uses {shown} of the memory: {remedy}.") + "\n\n"
+
+
 def _nothing_fits(planner: Planner, misses: list[Counted], limit: int) -> CommandError:
-    least = min(misses, key=lambda x: x.peak)
+    least = min(misses, key=lambda x: (x.is_least, x.peak))
     length = "max_completion_length" if planner.run.samples else "max_length"
-    remedies = [f"set `--{length}` to a lower number"]
+    # Shorter rows save activations, not weights
+    remedies = ["use a smaller model" if least.is_least else f"set `--{length}` to a lower number"]
     if planner.facts.trained_bytes == planner.facts.weight_bytes:
         remedies.insert(0, "train an adapter with `--use_peft`")
     if planner.shards_on_more:
         remedies.append("pass more devices with `--num_devices`")
     smallest_peak = f"the smallest predicted peak is {readable(least.peak)} ({_named(planner, least.option)})"
+    if least.is_least:
+        smallest_peak = f"weights, gradients and optimizer states alone need {readable(least.peak)}"
     advice = ", ".join(remedies[:-1]) + ", or " * (len(remedies) > 1) + remedies[-1]
     advice = advice[0].upper() + advice[1:]
     return CommandError(f"Nothing fits into {readable(limit)} ({_PERCENT} of the memory): {smallest_peak}. {advice}.")

@@ -1,5 +1,6 @@
 """What `estimate` and `plan` share: arguments for a run that may be for another machine, and how sizes are written."""
 
+import sys
 from collections.abc import Container, Iterator
 from contextlib import contextmanager
 
@@ -73,3 +74,24 @@ def check_memory(device_memory: float) -> None:
 def readable(size: int) -> str:
     """Return a number of bytes in GiB, or in MiB if it is below one."""
     return f"{size / GIB:.3f} GiB" if size >= GIB else f"{size / 2**20:.1f} MiB"
+
+
+class CountingLine:
+    """A line on stderr while memory is counted: a terminal shows how far it is, a log file gets one line."""
+
+    def __init__(self) -> None:
+        self._is_terminal = sys.stderr.isatty()
+        self._is_shown = False
+
+    def update(self, number: int) -> None:
+        """Say that count `number` begins."""
+        if self._is_terminal:
+            print(f"\rCounting memory: {number}", end="", file=sys.stderr, flush=True)
+        elif not self._is_shown:
+            print("Counting memory ...", file=sys.stderr, flush=True)
+        self._is_shown = True
+
+    def clear(self) -> None:
+        """Remove the line from the terminal."""
+        if self._is_terminal and self._is_shown:
+            print("\r\033[K", end="", file=sys.stderr, flush=True)

@@ -1,6 +1,6 @@
 """What an engine of several devices does with a model without data, as one of its ranks."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import accumulate
 from types import SimpleNamespace
@@ -86,9 +86,27 @@ class Zero:
             parameter.register_post_accumulate_grad_hook(hook)
 
     @property
+    def keeps_gradients(self) -> bool:
+        """Whether gradients stay until the end of the backward pass."""
+        return self._stage == 1
+
+    @property
+    def reduces_in_backward(self) -> bool:
+        """Whether a bucket may become full during the backward pass."""
+        return self._stage == 2 and sum(x.numel() for x in self._trained) > self._bucket_size
+
+    def fill(self, parameters: Sequence[Tensor]) -> None:
+        """Put gradients of `parameters` into the bucket, which has room for all."""
+        self._filled += sum(x.numel() for x in parameters)
+
+    @property
     def gradients(self) -> int:
         """Bytes of the gradients that a rank keeps."""
-        return sum(x.nbytes for x in self._trained) if self._stage == 1 else self._partition_size * self._dtype.itemsize
+        return (
+            sum(x.nbytes for x in self._trained)
+            if self.keeps_gradients
+            else self._partition_size * self._dtype.itemsize
+        )
 
     @property
     def bucket(self) -> int:
@@ -142,6 +160,11 @@ class Zero:
                 parameter.grad = torch.empty_like(parameter)
         if len(self._groups) == 1:
             self._partition = None  # otherwise the groups whose turn comes later keep it
+
+    def free(self) -> None:
+        """Free what the step has left."""
+        self._bucket = self._partition = self._earlier_partition = None
+        self._filled = 0
 
 
 def _most_in_a_partition(sizes: list[int], partition: int) -> int:

@@ -1,6 +1,8 @@
 """The training step of a run, whose memory `step.py` counts, and the longest rows that fit."""
 
+import itertools
 import warnings
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
@@ -69,14 +71,18 @@ def step_of(run: Run) -> Step:
     )
 
 
-def longest_rows(step: Step, most_tokens: int, limit: int) -> tuple[int, int]:
+def longest_rows(
+    step: Step, most_tokens: int, limit: int, on_count: Callable[[int], None] = lambda number: None
+) -> tuple[int, int]:
     """Return the tokens of the longest rows with which `step` fits into `limit` bytes, and the most that are counted.
 
-    They have at most `most_tokens`. The first is 0 if no row of 64 tokens fits.
+    They have at most `most_tokens`. The first is 0 if no row of 64 tokens fits. `on_count` is called before each count.
     """
+    counts = itertools.count(1)
     prompt = step.tokens - step.scored_tokens
 
     def bytes_of(number: int) -> int:
+        on_count(next(counts))
         tokens = (number + 1) * _LENGTH_STEP - 1
         return memory_of_step(replace(step, tokens=tokens, scored_tokens=max(1, tokens - prompt))).peak
 

@@ -17,12 +17,15 @@ _FSDP2 = {
 LAUNCH_ARGUMENTS = {*_FSDP2, "num_processes", "mixed_precision", "multi_gpu", "use_deepspeed", "zero_stage"}
 
 
-def launch_arguments(engine: str, devices: int, device: str) -> dict[str, Any]:
-    """Return the arguments that start `engine` on devices of one kind; `None` for those to leave out."""
+def launch_arguments(engine: str, devices: int, device: str, precision: str) -> dict[str, Any]:
+    """Return the arguments that start `engine` on devices of one kind; `None` for those to leave out.
+
+    `precision` is the run's mixed precision, by Accelerate's name. The trainer's `bf16` and `fp16` set it anyway.
+    """
     use_cpu = True if device == "cpu" else None
     if engine == "one_process":
         return {"use_cpu": use_cpu, "num_processes": 1}
-    arguments: dict[str, Any] = {"use_cpu": use_cpu, "num_processes": devices, "mixed_precision": "no"}
+    arguments: dict[str, Any] = {"use_cpu": use_cpu, "num_processes": devices, "mixed_precision": precision}
     if stage := re.fullmatch(r"zero(\d)", engine):
         arguments["use_deepspeed"] = True
         arguments["zero_stage"] = int(stage[1])

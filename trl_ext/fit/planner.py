@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from itertools import product
 
 import numpy as np
@@ -34,6 +34,7 @@ class Planner:
         limits (`Device`): of each device.
         read_lengths (`Callable`): returns, given the name of the model, the tokens of each prompt, `(U,)`, and of its
             completions, `(U, C)`; of a method that samples, `(U, 0)`.
+        on_count (`Callable`, *optional*): called before each count of an option's memory, with its number, from 1 on.
 
     Attributes:
         uncovered (`dict`): the engines that an estimate does not cover, and why.
@@ -42,7 +43,13 @@ class Planner:
         `ArgumentError`: an argument is not covered.
     """
 
-    def __init__(self, run: Run, limits: Device, read_lengths: Callable[[str], tuple[Array, Array]]) -> None:
+    def __init__(
+        self,
+        run: Run,
+        limits: Device,
+        read_lengths: Callable[[str], tuple[Array, Array]],
+        on_count: Callable[[int], None] | None = None,
+    ) -> None:
         _check_length_of_run(run)
         self._given_training = run.training
         # The search decides what is in host memory
@@ -57,6 +64,9 @@ class Planner:
         self._check_packs()
         prompts_U, completions_UC = read_lengths(self.policy.name)
         self.lengths = self._lengths(prompts_U, completions_UC)
+        self._counts_began = on_count or (lambda number: None)
+        self._count = 0
+        self._static_bytes: dict[tuple[str, bool, bool], int] = {}
         self.memory_of = cache(self._memory)
         self._step = cache(self._step_of)
 
@@ -207,7 +217,26 @@ class Planner:
     def search(self, limit: int) -> SearchResult:
         """Return the options whose predicted peak is at most `limit` bytes, and the others that were counted."""
         space = self.space
-        return search(space.ladders(), lambda option: self.memory_of(option).peak, space.largest_tokens, limit)
+        return search(
+            space.ladders(),
+            lambda option: self.memory_of(option).peak,
+            space.largest_tokens,
+            limit,
+            seconds_of=self.seconds_of,
+            least_seconds_of=partial(self.seconds_of, counts=False),
+            floor_of=self._floor_of,
+        )
+
+    def _floor_of(self, option: Option) -> int:
+        """Return the bytes of weights, gradients and states, as far as they are known without another count."""
+        setting = option.setting
+        static = self._static_bytes.get((setting.engine, setting.precompute, setting.hosts), 0)
+        # The facts are those of weights that are not quantized
+        if setting.engine not in WHOLE_WEIGHT_ENGINES or getattr(self.run.model, "load_in_4bit", False):
+            return static
+        # DDP has a copy of the gradients
+        copies = 1 + (setting.engine == "ddp")
+        return max(static, self.facts.weight_bytes + copies * self.facts.trained_bytes)
 
     # Memory
 
@@ -232,7 +261,12 @@ class Planner:
         has_earlier = option.accumulation * option.batch > merged_units
         splits = option.budget is not None and option.budget < self.lengths.tokens_of(self.lengths.most(merged_units))
         rows = space.largest_rows(option)
-        return memory_of_step(replace(self._step(option.setting), accumulates=has_earlier or splits, lengths=rows))
+        self._count += 1
+        self._counts_began(self._count)
+        setting = option.setting
+        memory = memory_of_step(replace(self._step(setting), accumulates=has_earlier or splits, lengths=rows))
+        self._static_bytes[setting.engine, setting.precompute, setting.hosts] = memory.static
+        return memory
 
     # Time
 
@@ -242,11 +276,14 @@ class Planner:
         layers = getattr(config, "num_hidden_layers", None) or 1
         return Model(CostModel.of(config), layers, self.facts.weight_bytes, self.facts.trained_bytes)
 
-    def seconds_of(self, option: Option) -> float:
-        """Return the predicted time of an optimizer step: only ratios mean something."""
+    def seconds_of(self, option: Option, *, counts: bool = True) -> float:
+        """Return the predicted time of an optimizer step: only ratios mean something.
+
+        Without `counts`, it leaves out the copies of activations to host memory, whose bytes need a count.
+        """
         space = self.space
         offloaded = 0.0
-        if option.setting.offloads:
+        if option.setting.offloads and counts:
             offloaded = self.memory_of(option).offloaded / space.largest_tokens(option)
         work = space.work(option, self.run.devices, self._reference_passes(option), offloaded)
         return seconds(work, self._model, self.limits)

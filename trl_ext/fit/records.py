@@ -3,7 +3,7 @@
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,6 +15,14 @@ from torch.utils._pytree import tree_leaves
 def here(tensor: Tensor) -> Tensor:
     """Return this rank's part of `tensor`."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+class Segment(NamedTuple):
+    """What a part of a pass does to the memory, in bytes."""
+
+    rise: int  # the most, over the beginning
+    held: int  # more at the end than at the beginning
+    host: int  # the same, in host memory
 
 
 class AllocationRecords(TorchDispatchMode):
@@ -31,6 +39,11 @@ class AllocationRecords(TorchDispatchMode):
         self._storage_bytes: dict[int, int] = {}  # bytes of each storage
         self._of_host: set[int] = set()
         self._makes_on_host = False
+        self._start = (0, 0)  # bytes held, and on the host, at the beginning of the segment
+        self._segment_peak = 0  # the most held since then
+        self._segment = 0  # its number
+        self._repeated_segment = -1
+        self._segment_of: dict[int, int] = {}  # the segment that made a storage
 
     def count(self, tensor: Tensor) -> None:
         """Count the storage of `tensor` if it is new. Of a sharded tensor, count this rank's part."""
@@ -40,6 +53,7 @@ class AllocationRecords(TorchDispatchMode):
         if name in self._storage_bytes or size == 0:
             return
         self._storage_bytes[name] = 0
+        self._segment_of[name] = self._segment
         if self._makes_on_host:
             self._of_host.add(name)
         weakref.finalize(storage, self._freed, name)
@@ -47,6 +61,32 @@ class AllocationRecords(TorchDispatchMode):
 
     def mark(self) -> None:
         self.peak = self.held_bytes
+
+    def next_segment(self) -> Segment:
+        """Return the segment that ends, and begin the next one."""
+        held, host = self._start
+        segment = Segment(self._segment_peak - held, self.held_bytes - held, self.host - host)
+        self._start = (self.held_bytes, self.host)
+        self._segment_peak = self.held_bytes
+        self._segment += 1
+        return segment
+
+    def repeat(self, segment: Segment, times: int) -> None:
+        """Count the segment that has just ended some more times."""
+        most = max(self.held_bytes, self.held_bytes + segment.held * (times - 1))
+        self.peak = max(self.peak, most + segment.rise)
+        self.held_bytes += segment.held * times
+        self.host += segment.host * times
+        self._start = (self.held_bytes, self.host)
+        self._segment_peak = self.held_bytes
+        self._repeated_segment = self._segment - 1
+
+    @property
+    def bytes_of_repeated(self) -> int:
+        """The bytes of storages that the segment that was repeated last has made, without their repetitions."""
+        return sum(
+            self._storage_bytes[x] for x, segment in self._segment_of.items() if segment == self._repeated_segment
+        )
 
     @contextmanager
     def on_host(self) -> Iterator[None]:
@@ -66,10 +106,11 @@ class AllocationRecords(TorchDispatchMode):
         else:
             self.held_bytes += more
             self.peak = max(self.peak, self.held_bytes)
+            self._segment_peak = max(self._segment_peak, self.held_bytes)
 
     def _freed(self, name: int) -> None:
         self._resized(name, 0)
-        del self._storage_bytes[name]
+        del self._storage_bytes[name], self._segment_of[name]
         self._of_host.discard(name)
 
     def __enter__(self) -> Any:

@@ -27,6 +27,11 @@ class Run:
         return self.method in ("grpo", "rloo")
 
     @property
+    def mixed_precision(self) -> str:
+        """The precision in which the run computes, by Accelerate's name."""
+        return "bf16" if self.training.bf16 else "fp16" if self.training.fp16 else "no"
+
+    @property
     def longest_row(self) -> int:
         """The tokens of the longest row that the arguments allow."""
         if self.samples:

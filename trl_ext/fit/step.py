@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -32,8 +33,10 @@ from ..packing.support import backbone_of, can_rebase
 from ..scoring.head import OpaqueHead, logit_transform, resolve_head
 from ..scoring.weight_layout import weight_layout_of
 from .engines import Zero, one_rank_of, under_fsdp2
+from .layers import LayersInPart, UnequalLayersError, equal_layers
 from .quantized import packed
 from .records import AllocationRecords, here
+from .tiles import few_tiles
 
 _CPU = torch.device("cpu")  # that of the tensors without data
 Engine = Literal["one_process", "ddp", "fsdp2", "zero1", "zero2"]
@@ -92,6 +95,11 @@ class StepMemory:
     head: int  # of the LM head, in addition to the activations
     peak: int
 
+    @property
+    def static(self) -> int:
+        """What an optimizer step needs whatever the micro-batch is."""
+        return self.weights + self.reference + self.gradients + self.optimizer
+
 
 @dataclass(frozen=True)
 class _MicroBatchMemory:
@@ -105,59 +113,149 @@ class _MicroBatchMemory:
 
 def memory_of_step(step: Step) -> StepMemory:
     """Return the parts and the peak of a step after the first, when the optimizer states exist."""
-    with torch.device("meta"):
-        model = step.model()
-        reference_model = None if step.reference is None else step.reference()
-        if _is_zero(step) and step.autocast is not None:  # DeepSpeed trains weights of this dtype
-            model.to(step.autocast)
-            reference_model = reference_model and reference_model.to(step.autocast)
-    ranks: AbstractContextManager[Any] = one_rank_of(step.devices) if step.engine == "fsdp2" else nullcontext()
-    with ranks as mesh, FakeTensorMode() as fake, AllocationRecords() as records:
-        weights, model = _placed(model, mesh, step, records)
-        reference, reference_model = _placed(reference_model, mesh, step, records)
-        if step.hosts_reference and reference_model is not None:
+    try:
+        return _memory(step)
+    except UnequalLayersError:
+        return _memory(step, all_layers=True)
+
+
+def _memory(step: Step, *, all_layers: bool = False, all_tiles: bool = False) -> StepMemory:
+    """Return the memory of a step, counted from some of its equal layers and some of the head's tiles.
+
+    Raises:
+        `UnequalLayersError`: the layers are not equal.
+    """
+    without_rows = replace(step, rows=0, tokens=0, scored_tokens=0, lengths=(), accumulates=False)
+    with nullcontext() if all_tiles else few_tiles():
+        if step.engine == "fsdp2":
+            with one_rank_of(step.devices) as mesh:
+                return _Rank(without_rows, mesh, all_layers).memory_of(step)
+        rank = _rank_of(without_rows, all_layers)
+        is_as_before = False
+        try:
+            memory = rank.memory_of(step)
+            is_as_before = rank.is_as_before()
+        finally:
+            if not is_as_before:
+                _rank_of.cache_clear()
+        return memory
+
+
+@lru_cache(maxsize=1)
+def _rank_of(step: Step, all_layers: bool) -> "_Rank":
+    """Return the rank of the last count, if only the rows differ: to make it takes as long as to count."""
+    return _Rank(step, None, all_layers)
+
+
+class _Passes(NamedTuple):
+    """A model, and its layers that run."""
+
+    model: Any
+    layers: LayersInPart
+
+
+class _Rank:
+    """The weights, the engine and the optimizer of a step on one device, after a first step."""
+
+    def __init__(self, step: Step, mesh: Any, all_layers: bool) -> None:
+        with torch.device("meta"):
+            model = step.model()
+            reference_model = None if step.reference is None else step.reference()
+            if _is_zero(step) and step.autocast is not None:  # DeepSpeed trains weights of this dtype
+                model.to(step.autocast)
+                reference_model = reference_model and reference_model.to(step.autocast)
+        layers, reference_layers = (
+            None if all_layers or x is None else equal_layers(x) for x in (model, reference_model)
+        )
+        self._fake = FakeTensorMode()
+        self._records = records = AllocationRecords()
+        with self._fake, records:
+            self._weights, model = _placed(model, mesh, step, records)
+            self._reference, reference_model = _placed(reference_model, mesh, step, records)
+            if step.hosts_reference and reference_model is not None:
+                before = records.held_bytes
+                with records.on_host():
+                    HostedReference(reference_model, _CPU)
+                self._reference += records.held_bytes - before
+            self._trained = [x for x in model.parameters() if x.requires_grad]
             before = records.held_bytes
-            with records.on_host():
-                HostedReference(reference_model, _CPU)
-            reference += records.held_bytes - before
-        hosted = records.host
-        trained = [x for x in model.parameters() if x.requires_grad]
-        before = records.held_bytes
-        optimizer, zero = _optimizer(step, model)
-        states = records.held_bytes - before
-        ddp_buckets = [torch.empty_like(x) for x in trained] if step.engine == "ddp" else []
-        records.mark()
-        peaks = []
-        if step.accumulates:
-            peaks.append(_earlier_micro_batch(step, model, zero, fake, records))
-        if step.reference_batches:
-            reference_step = replace(
-                step,
-                rows=step.rows * step.reference_batches,
-                lengths=step.lengths * step.reference_batches,
-                outputs=("log_probs",),
-            )
-            with torch.no_grad():
-                scorer = model if reference_model is None else reference_model
-                peaks.append(_micro_batch(reference_step, scorer, fake, records).peak)
-        micro_batch = _micro_batch(step, model, fake, records)
-        peaks.append(micro_batch.peak)
-        if zero is not None:
-            zero.after_backward()
-        optimizer.step()
-        peaks.append(records.peak)
-    return StepMemory(
-        weights=weights,
-        reference=reference,
-        gradients=sum(here(x).nbytes for x in trained) if zero is None else zero.gradients,
-        optimizer=states,
-        buckets=sum(x.nbytes for x in ddp_buckets) if zero is None else zero.bucket,
-        activations=micro_batch.activations,
-        offloaded=micro_batch.offloaded,
-        hosted=hosted,
-        head=micro_batch.head,
-        peak=max(peaks),
-    )
+            self._optimizer, self._zero = _optimizer(step, model)
+            self._states = records.held_bytes - before
+            self._ddp_buckets = [torch.empty_like(x) for x in self._trained] if step.engine == "ddp" else []
+        if self._zero is not None and self._zero.reduces_in_backward:
+            layers = None  # when a bucket is full does not depend on the layer
+        is_sharded = step.engine == "fsdp2"
+        self._policy = _Passes(model, LayersInPart(layers, records, sharded=is_sharded, offloads=step.offloads))
+        self._scorer = self._policy
+        if reference_model is not None:
+            self._scorer = _Passes(reference_model, LayersInPart(reference_layers, records, sharded=is_sharded))
+        self._held = (records.held_bytes, records.host)
+
+    def memory_of(self, step: Step) -> StepMemory:
+        """Return the memory of a step, which may differ in its rows from that of the constructor."""
+        records, zero = self._records, self._zero
+        with self._fake, records:
+            records.mark()
+            peaks = []
+            if step.accumulates:
+                peaks.append(self._earlier_micro_batch(step))
+            if step.reference_batches:
+                reference_step = replace(
+                    step,
+                    rows=step.rows * step.reference_batches,
+                    lengths=step.lengths * step.reference_batches,
+                    outputs=("log_probs",),
+                )
+                with torch.no_grad():
+                    peaks.append(_micro_batch(reference_step, self._scorer, self._fake, records).peak)
+            micro_batch = _micro_batch(step, self._policy, self._fake, records)
+            peaks.append(micro_batch.peak)
+            self._policy.layers.make_gradients(keeps=zero is None or zero.keeps_gradients)
+            if zero is not None:
+                if not zero.keeps_gradients:
+                    zero.fill(self._policy.layers.skipped_parameters)
+                zero.after_backward()
+            self._optimizer.step()
+            peaks.append(records.peak)
+        return StepMemory(
+            weights=self._weights,
+            reference=self._reference,
+            gradients=sum(here(x).nbytes for x in self._trained) if zero is None else zero.gradients,
+            optimizer=self._states,
+            buckets=sum(x.nbytes for x in self._ddp_buckets) if zero is None else zero.bucket,
+            activations=micro_batch.activations,
+            offloaded=micro_batch.offloaded,
+            hosted=self._held[1],
+            head=micro_batch.head,
+            peak=max(peaks),
+        )
+
+    def is_as_before(self) -> bool:
+        """Free gradients and batch, and return whether all is as before the step."""
+        self._optimizer.zero_grad()
+        for passes in (self._policy, self._scorer):
+            vars(_inner_of(passes.model)).pop("forward", None)
+        for parameter in self._trained:
+            parameter.grad = None
+        if self._zero is not None:
+            self._zero.free()
+        return (self._records.held_bytes, self._records.host) == self._held
+
+    def _earlier_micro_batch(self, step: Step) -> int:
+        """Make the gradients that an earlier micro-batch leaves, and return the bytes of its highest total."""
+        if self._zero is not None:
+            self._zero.accumulated()
+        elif step.engine == "fsdp2":
+            # Accelerate makes FSDP2 keep whole gradients on each rank until the last micro-batch
+            model = self._policy.model
+            model.set_requires_gradient_sync(False)
+            peak = _micro_batch(step, self._policy, self._fake, self._records).peak
+            model.set_requires_gradient_sync(True)
+            return peak
+        else:
+            for parameter in self._trained:
+                parameter.grad = torch.zeros_like(parameter)
+        return 0
 
 
 def _placed(model: Any, mesh: Any, step: Step, records: AllocationRecords) -> tuple[int, Any]:
@@ -201,28 +299,10 @@ def _is_zero(step: Step) -> bool:
     return step.engine.startswith("zero")
 
 
-def _earlier_micro_batch(
-    step: Step, model: Any, zero: Zero | None, fake: FakeTensorMode, records: AllocationRecords
-) -> int:
-    """Make the gradients that an earlier micro-batch leaves, and return the bytes of its highest total."""
-    if zero is not None:
-        zero.accumulated()
-    elif step.engine == "fsdp2":
-        # Accelerate makes FSDP2 keep whole gradients on each rank until the last micro-batch
-        model.set_requires_gradient_sync(False)
-        peak = _micro_batch(step, model, fake, records).peak
-        model.set_requires_gradient_sync(True)
-        return peak
-    else:
-        for parameter in model.parameters():
-            if parameter.requires_grad:
-                parameter.grad = torch.zeros_like(parameter)
-    return 0
-
-
-def _micro_batch(step: Step, model: Any, fake: FakeTensorMode, records: AllocationRecords) -> _MicroBatchMemory:
+def _micro_batch(step: Step, passes: _Passes, fake: FakeTensorMode, records: AllocationRecords) -> _MicroBatchMemory:
     """Run forward and, if there is a gradient, backward."""
-    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+    model, layers = passes
+    inner = _inner_of(model)
     packing = Packing(inner, padding_free=True, share_prompts=step.shares)
     shares = step.shares and packing.padded_reason is None and randomness_of(model) is None
     layout = _layout(step, model, fake, shares)
@@ -244,21 +324,30 @@ def _micro_batch(step: Step, model: Any, fake: FakeTensorMode, records: Allocati
 
     inner.forward = types.MethodType(forward, inner)
     casts = step.autocast is not None and not _is_zero(step)
-    autocast = torch.autocast("cpu", dtype=step.autocast) if casts else nullcontext()
+    autocast: AbstractContextManager[Any] = torch.autocast("cpu", dtype=step.autocast) if casts else nullcontext()
     with _on_host(model, records) if step.offloads else nullcontext():
-        with autocast:
+        with layers.within(autocast):
             records.mark()
+            layers.begin_pass(backward=False)
             log_probs_N = model(input_ids=layout.input_ids)
+            layers.end_pass()
             head_peak = records.peak
         records.mark()
         if log_probs_N.requires_grad:
+            layers.begin_pass(backward=True)
             log_probs_N.sum().backward()
+            layers.end_pass()
     return _MicroBatchMemory(
         activations=activations,
         offloaded=offloaded,
         head=head_peak - held_before - activations,
         peak=max(held_before, backbone_peak, head_peak, records.peak),
     )
+
+
+def _inner_of(model: Any) -> Any:
+    """Return the model inside PEFT's."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 def _on_host(model: Any, records: AllocationRecords) -> saved_tensors_hooks:
