@@ -56,14 +56,18 @@ def test_tokens_in_the_logs_are_those_at_the_embedding(
     kind: str, config: dict[str, Any], workshop: Workshop, tmp_path: Path
 ) -> None:
     trainer = built(kind, workshop, tmp_path, **config)
-    feeds: list[Feed] = []
-    count_feeds(trainer, feeds, with_checks=True)
+    passes: list[Feed] = []
+    passes_and_checks: list[Feed] = []
+    count_feeds(trainer, passes)
+    count_feeds(trainer, passes_and_checks, with_checks=True)
     trainer.train()
     logs = trainer.state.log_history
+    checked_tokens = sum(x.tokens for x in passes_and_checks) - sum(x.tokens for x in passes)
+    assert checked_tokens > 0
+    assert [x["tokens_processed/checks"] for x in logs if "tokens_processed/checks" in x] == [checked_tokens]
     for mode in ("", "eval_") if kind == "dpo" else ("",):
         for name, grad in (("with_gradient", True), ("without_gradient", False)):
-            # The first step checks the models in evaluation mode, and no evaluation comes before it
-            fed = sum(x.tokens for x in feeds if x.grad is grad and (x.training or x.step == 0) is (mode == ""))
+            fed = sum(x.tokens for x in passes if x.grad is grad and x.training is (mode == ""))
             key = f"{mode}tokens_processed/{name}"
             logged = [x[key] for x in logs if key in x]
             assert sum(logged) == fed

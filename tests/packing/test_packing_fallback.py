@@ -312,7 +312,7 @@ def test_the_check_runs_no_more_tokens_than_show_a_fault(name: str) -> None:
     processed = sum(rows * columns for rows, columns in shapes)
     counts = scoring.take_counts()
     assert counts.with_gradient == shapes[-1][0] * shapes[-1][1]
-    assert counts.with_gradient + counts.without_gradient == processed
+    assert counts.with_gradient + counts.checks == processed
 
 
 def named_positions(config: t.PreTrainedConfig) -> Any:

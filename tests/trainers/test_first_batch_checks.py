@@ -24,7 +24,7 @@ from trl_ext.trainers import first_batch
 
 TEXTS = [" ".join(f"w{(place * number) % 90}" for place in range(80)) for number in (1, 2, 3)]
 LONG = Dataset.from_list([{"text": text} for text in TEXTS])
-CHECKED = "tokens_processed/without_gradient"  # of SFT, only by the checks
+CHECKED = "tokens_processed/checks"
 
 
 def files() -> list[Path]:

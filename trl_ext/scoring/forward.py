@@ -69,6 +69,7 @@ class ForwardTokens(NamedTuple):
     with_gradient: int = 0  # tokens that the backbone processed with a gradient
     without_gradient: int = 0
     head: int = 0  # tokens that the head scored
+    checks: int = 0  # tokens that only the checks of the first batch processed
 
 
 class _PaddedTokens:
@@ -225,7 +226,7 @@ class ScoringForward:
         """Return token counts since the last call."""
         counts = self.counts._replace(
             skipped=self.packing.skipped_tokens,
-            without_gradient=self.counts.without_gradient + self.packing.checked_tokens,
+            checks=self.counts.checks + self.packing.checked_tokens,
         )
         self.counts = ForwardTokens()
         self.packing.skipped_tokens = 0
@@ -486,8 +487,7 @@ class ScoringForward:
     def _sample(self, model: Any, device: torch.device, has_mask: bool) -> ModelSample | None:
         sample = ModelSample.of(model, self.model_forward, self.vocabulary, device, has_mask=has_mask)
         if sample is not None:
-            processed = self.counts.without_gradient + sample.processed_tokens
-            self.counts = self.counts._replace(without_gradient=processed)
+            self.counts = self.counts._replace(checks=self.counts.checks + sample.processed_tokens)
         return sample
 
     def _difference(self, model: Any, sample: ModelSample, *, check: bool = False) -> str | None:

@@ -747,7 +747,11 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
         mode = "train" if self.model.training else "eval"
         self.skip_counts.add(mode, tokens=tokens.skipped)
         self.token_counts.add(
-            mode, with_gradient=tokens.with_gradient, without_gradient=tokens.without_gradient, head=tokens.head
+            mode,
+            with_gradient=tokens.with_gradient,
+            without_gradient=tokens.without_gradient,
+            head=tokens.head,
+            checks=tokens.checks,
         )
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:

@@ -36,13 +36,14 @@ class TokenCounts:
         self._totals: dict[str, Counter[str]] = defaultdict(Counter)
         self.of_training = 0  # tokens of all passes since `train` was called
 
-    def add(self, mode: str, *, with_gradient: int, without_gradient: int, head: int) -> None:
-        """Add the tokens of one micro-batch: in passes with a gradient, without one, and those that the head scored."""
+    def add(self, mode: str, *, with_gradient: int, without_gradient: int, head: int, checks: int) -> None:
+        """Add the tokens of one micro-batch: in passes with a gradient, without one, scored by the head, in checks."""
         self._totals[mode].update(
             {
                 "tokens_processed/with_gradient": with_gradient,
                 "tokens_processed/without_gradient": without_gradient,
                 "head/tokens": head,
+                "tokens_processed/checks": checks,
             }
         )
         if mode == "train":

@@ -34,6 +34,7 @@ class MicroBatchTotals:
     with_gradient: float  # tokens in passes with a gradient
     without_gradient: float
     head: float  # tokens that the head scored
+    checks: float  # tokens in checks of the first batch
 
     @classmethod
     def of(cls, loss_inputs: SampledLossInputs, host_counts: dict[str, int], ranks: Ranks) -> "MicroBatchTotals":
@@ -130,6 +131,7 @@ class SampledMetrics:
             "with_gradient": tokens.with_gradient,
             "without_gradient": tokens.without_gradient,
             "head": tokens.head,
+            "checks": tokens.checks,
         }
         self.skipped_tokens = 0
         totals = MicroBatchTotals.of(loss_inputs, host_counts, self.ranks)
@@ -138,6 +140,7 @@ class SampledMetrics:
             with_gradient=int(totals.with_gradient),
             without_gradient=int(totals.without_gradient),
             head=int(totals.head),
+            checks=int(totals.checks),
         )
         skipped_tokens = int(totals.skipped_tokens)
         self.trainer.skip_counts.add(self._mode, passes=0, rows=int(totals.skipped_rows), tokens=skipped_tokens)
