@@ -10,9 +10,11 @@ import datasets
 import pytest
 import torch
 import transformers as t
+from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 from datasets import Dataset
 from peft import get_peft_model
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, masking_utils
+from transformers.integrations import sdpa_attention
 from transformers.models.llama import modeling_llama
 
 import trl_ext
@@ -20,6 +22,7 @@ from ranks import Rank, run_on_ranks
 from short_training import Bench
 from tiny import Workshop, lora_config, word_tokenizer
 from trained_weights import trained
+from trl_ext.packing.first_batch import is_of_libraries
 from trl_ext.trainers import first_batch
 
 TEXTS = [" ".join(f"w{(place * number) % 90}" for place in range(80)) for number in (1, 2, 3)]
@@ -121,6 +124,11 @@ def with_layer_of_user(model: Any, package: str | None = None) -> Any:
     return model
 
 
+def with_moving_hook(model: Any) -> Any:
+    add_hook_to_module(model.model.layers[0], AlignDevicesHook(execution_device="cpu"))
+    return model
+
+
 def with_setting(model: Any) -> Any:
     model.model.layers[0].input_layernorm.variance_epsilon = 1e-3
     return model
@@ -142,6 +150,7 @@ CHANGES: dict[str, Callable[[Runs], dict[str, Any]]] = {
     "a replaced forward": lambda runs: {"model": with_replaced_forward(runs.model())},
     "a layer of the user": lambda runs: {"model": with_layer_of_user(runs.model())},
     "a layer of another package": lambda runs: {"model": with_layer_of_user(runs.model(), "safetensors.layers")},
+    "a hook that moves a layer": lambda runs: {"model": with_moving_hook(runs.model())},
     "a setting of a layer": lambda runs: {"model": with_setting(runs.model())},
     "a buffer": lambda runs: {"model": with_buffer(runs.model())},
     "share_prompts": lambda runs: {"share_prompts": False},
@@ -162,7 +171,48 @@ def test_another_model_or_option_is_checked(name: str, runs: Runs) -> None:
     assert runs.bench.trainer._first_batch.passed is None
 
 
-@pytest.mark.parametrize("name", ["its code", "our code", "a version", "a patched library", "another device"])
+# Functions of libraries that a forward runs, also outside the files of the model's classes
+PATCHED = {
+    "rotary positions": (modeling_llama, "apply_rotary_pos_emb"),
+    "mask": (masking_utils, "causal_mask_function"),
+    "attention": (sdpa_attention, "repeat_kv"),
+    "torch": (torch.nn.functional, "silu"),
+}
+
+
+@pytest.mark.parametrize("name", PATCHED)
+def test_a_patched_library_is_checked(name: str, runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert runs.checked_tokens()
+    owner, function = PATCHED[name]
+    plain = getattr(owner, function)
+    monkeypatch.setattr(owner, function, lambda *x, **y: plain(*x, **y))
+    assert runs.checked_tokens()
+    assert runs.bench.trainer._first_batch.passed is None
+
+
+def test_a_compiled_layer_is_not_known(runs: Runs) -> None:
+    model = runs.model()
+    assert is_of_libraries(model)
+    model.model.layers[0].mlp.compile(backend=lambda module, _: module.forward)
+    assert not is_of_libraries(model)
+
+
+def test_a_mask_of_the_user_in_a_library_is_checked_with_long_rows(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = modeling_llama.create_causal_mask
+
+    def windowed(*positional: Any, **keywords: Any) -> Any:
+        return plain(*positional, and_mask_function=lambda b, h, query, key: query - key < 100, **keywords)
+
+    monkeypatch.setattr(modeling_llama, "create_causal_mask", windowed)
+    texts = [
+        " ".join(f"w{(place * number) % 90}" for place in range(length)) for number, length in ((1, 220), (2, 180))
+    ]
+    data = Dataset.from_list([{"text": text} for text in texts])
+    runs.bench.sft(model=runs.model(), train_dataset=data, max_length=256)
+    assert runs.bench.trainer.scoring_forwards[0].packing.padded_reason is not None
+
+
+@pytest.mark.parametrize("name", ["its code", "our code", "a version", "another device"])
 def test_other_code_is_checked(name: str, runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
     assert runs.checked_tokens()
     if name == "its code":
@@ -172,9 +222,6 @@ def test_other_code_is_checked(name: str, runs: Runs, monkeypatch: pytest.Monkey
         monkeypatch.setattr(first_batch, "_own_source", lambda: "changed")
     elif name == "a version":
         monkeypatch.setattr(first_batch, "_version", lambda package: "1" if package == "flash_attn" else None)
-    elif name == "a patched library":
-        plain_rotation = modeling_llama.apply_rotary_pos_emb
-        monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", lambda *x, **y: plain_rotation(*x, **y))
     else:
         monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "another")
     assert runs.checked_tokens()

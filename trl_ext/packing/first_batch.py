@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from .attention import LayoutNotReadError, run_packed
-from .hooks import functions_of_users, is_known, without_hooks_of_users
+from .hooks import functions_of_users, is_known, is_replaced_in_libraries, without_hooks_of_users
 from .layout import Layout
 from .mixer_states import output_of
 from .support import (
@@ -70,7 +70,7 @@ class PackingCheck:
 
     differences: dict[bool, str | None]  # how packing changes the results, by whether rows share leading tokens
     tokens: int  # that the backbone processed
-    is_complete: bool  # whether the batch had rows as long as the check runs
+    is_complete: bool  # whether the batch had rows as long as the check runs, of different lengths
 
 
 def check_packing(
@@ -136,7 +136,8 @@ def check_packing(
             packed_BS = (layout.at_BS >= 0).to(padded_BSH.device)
             hidden_NH = hidden_TH[layout.real_places().to(hidden_TH.device)]
             differences[share] = _difference_reason(model, hidden_NH, padded_BSH[packed_BS])
-    return PackingCheck(differences, tokens, is_complete=int(lengths_B.max()) == columns_to_check(model))
+    has_longest = int(lengths_B.max()) == columns_to_check(model)
+    return PackingCheck(differences, tokens, is_complete=has_longest and len(set(lengths_B.tolist())) > 1)
 
 
 def image_difference(model: Any, inputs: dict[str, Any], layout: Layout | str) -> str | None:
@@ -235,7 +236,11 @@ def columns_to_check(model: Any) -> int:
 
 def is_of_libraries(model: nn.Module) -> bool:
     """Whether only code of known packages runs in a forward of `model`, apart from hooks."""
+    if is_replaced_in_libraries():
+        return False
     for module in model.modules():
+        if module._compiled_call_impl is not None:  # the backend of `compile` may be the user's
+            return False
         part = own_class_of(module)
         if not all(is_known(x.__module__) or x.__module__ in _OF_PYTHON for x in part.__mro__):
             return False

@@ -1,5 +1,6 @@
 """Functions of users that run in a forward or backward, as hooks or in place of a `forward`."""
 
+import sys
 from collections.abc import Iterable, Iterator, Set
 from contextlib import contextmanager
 from functools import partial
@@ -9,8 +10,9 @@ from typing import Any
 
 from torch import nn
 from torch.nn.modules import module as torch_module
+from transformers.utils.generic import GeneralInterface
 
-from ..functions import closure_of
+from ..functions import closure_of, package_of
 
 # Packages whose hooks and replaced `forward` methods do the same in each call
 _KNOWN = {
@@ -35,6 +37,35 @@ _KNOWN = {
     "functools",
     "lomo_optim",
 }
+# Packages from which files of transformers, PEFT and torch import functions
+_IMPORTED = {
+    *sys.stdlib_module_names,
+    "PIL",
+    "datasets",
+    "einops",
+    "filelock",
+    "huggingface_hub",
+    "jinja2",
+    "numpy",
+    "packaging",
+    "pandas",
+    "regex",
+    "requests",
+    "safetensors",
+    "scipy",
+    "sentencepiece",
+    "sklearn",
+    "sympy",
+    "tokenizers",
+    "torchvision",
+    "tqdm",
+    "triton",
+    "typing_extensions",
+    "yaml",
+}
+# Prefixes of the functions that `torch.compile` adds to each Python module whose functions it compiles
+OF_COMPILER = ("__compiled_fn", "__resume_at")
+_OF_LIBRARIES = ("transformers", "peft", "torch.nn")
 _OF_FORWARD = ("_forward_pre_hooks", "_forward_hooks")
 _OF_GRADIENT = ("_backward_pre_hooks", "_backward_hooks")
 _OF_MODULE = (*_OF_FORWARD, *_OF_GRADIENT)
@@ -75,6 +106,39 @@ def functions_of_users(
 
 def _is_of_user(function: FunctionType) -> bool:
     return not is_from_hub(function) and not is_known(function.__globals__.get("__name__"))
+
+
+def is_replaced_in_libraries() -> bool:
+    """Whether a function of a user stands in place of one in transformers, PEFT or `torch.nn`, or in their tables."""
+    for name, module in list(sys.modules.items()):
+        if module is not None and name.startswith(_OF_LIBRARIES):
+            for attribute, value in list(vars(module).items()):
+                if attribute.startswith(OF_COMPILER):
+                    values: Iterable[Any] = ()
+                elif isinstance(value, type):
+                    values = vars(value).values() if value.__module__ == name else ()
+                elif isinstance(value, GeneralInterface):
+                    values = value.values()
+                else:
+                    values = (value,)
+                if any(_is_replacement(x) for x in values):
+                    return True
+    return False
+
+
+def _is_replacement(value: Any) -> bool:
+    """Whether a value in a file of a library runs code that is not of libraries."""
+    function = value.fget if isinstance(value, property) else getattr(value, "__func__", value)
+    if not isinstance(function, FunctionType | partial):
+        return False
+    if isinstance(function, FunctionType):
+        module = str(function.__globals__.get("__name__"))
+        # Most functions end here. A wrapper of a library may hold a user's function
+        if module.split(".")[0] in _IMPORTED or module.startswith("namedtuple_"):
+            return False
+        if is_known(module) and not function.__closure__ and "__wrapped__" not in vars(function):
+            return False
+    return any(package_of(getattr(x, "__func__", x)) not in _IMPORTED for x in functions_of_users(function))
 
 
 def is_from_hub(function: FunctionType) -> bool:

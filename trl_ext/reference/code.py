@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..functions import closure_of, nested_codes
-from ..packing.hooks import forward_hooks, functions_of_users
+from ..packing.hooks import OF_COMPILER, forward_hooks, functions_of_users
 from ..packing.observers import only_observes
 from ..packing.randomness import functions_of_forward
 from .digests import digest_of_value
@@ -32,8 +32,6 @@ _OF_ALL_MODULES = {*vars(nn.Module()), "config", "forward"}
 
 # Packages whose functions take numbers, so that a partial function of one is a setting
 _OF_OPERATIONS = {"torch", "math", "operator", "_operator", "builtins"}
-# Prefixes of the functions that `torch.compile` adds to each Python module whose functions it compiles
-_OF_COMPILER = ("__compiled_fn", "__resume_at")
 _UNKNOWN = "unknown"  # in place of the hash of a source file
 # Names with which the code of a remote model reads the environment or files
 _READS = {
@@ -221,7 +219,7 @@ def _in_libraries(
         module = owner.__name__ if isinstance(owner, ModuleType) else owner.__module__
         place = module if isinstance(owner, ModuleType) else f"{module}.{owner.__qualname__}"
         for name, value in vars(owner).items():
-            if name.startswith(_OF_COMPILER):
+            if name.startswith(OF_COMPILER):
                 continue
             if is_remote(module) and not name.startswith("__") and (_is_plain(value) or _is_data(value)):
                 lines[f"{place}.{name}"] = digest_of_value(value, tensor_names)

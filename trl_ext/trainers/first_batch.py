@@ -35,6 +35,7 @@ _PACKAGES = (
     *("torch", "transformers", "peft", "trl", "accelerate", "triton", "kernels", "flash_attn", "flash_attn_3"),
     *("flash-linear-attention", "causal_conv1d", "mamba_ssm", "bitsandbytes", "torchao", "liger_kernel"),
 )
+_SDP_BACKENDS = ("flash", "mem_efficient", "math", "cudnn")
 _SAMPLED = 16  # numbers of each weight
 
 
@@ -69,7 +70,7 @@ class FirstBatchChecks:
             facts = self._facts_of(forward, model, args)
             # Ranks run the checks together, so all skip them, or none
             facts_of_ranks = ranks.gather_objects(facts)
-            if facts is None or any(x != facts for x in facts_of_ranks):
+            if facts is None or None in facts_of_ranks or len(set(map(as_json, facts_of_ranks))) > 1:
                 continue
             if ranks.of_main(lambda facts=facts: _is_written(self._path(facts), facts)):
                 forward.is_compared = True
@@ -125,7 +126,8 @@ class FirstBatchChecks:
 
     def _known_facts(self, forward: ScoringForward, model: Any, args: Any) -> dict[str, Any] | None:
         weights = ReferenceWeights.of_model(model)
-        if not is_of_libraries(weights.base):
+        is_moved = hasattr(model, "hf_device_map") or any(hasattr(x, "_hf_hook") for x in model.modules())
+        if is_moved or not is_of_libraries(weights.base):
             return None
         accelerator = self.ranks.accelerator
         device = accelerator.device
@@ -149,6 +151,8 @@ class FirstBatchChecks:
                 "fp32": multiplies_fp32(device),
                 "default": str(torch.get_default_dtype()),
                 "deterministic": torch.are_deterministic_algorithms_enabled(),
+                "mkldnn": torch.backends.mkldnn.enabled,
+                "sdp": [getattr(torch.backends.cuda, f"{name}_sdp_enabled")() for name in _SDP_BACKENDS],
             },
             "machine": {
                 "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
