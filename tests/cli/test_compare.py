@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,8 +13,8 @@ import torch
 
 from tiers import fast_first
 from trl_ext.cli.__main__ import main
-from trl_ext.cli.compare import TOLERANCES, Comparison, compare, run_alone
-from trl_ext.cli.compared import Job, RunResult
+from trl_ext.cli.compare import TOLERANCES, Comparison, compare, report, run_alone
+from trl_ext.cli.compared import Job, RunResult, StepCost
 from trl_ext.cli.demo import demo_words
 
 ROOT = Path(__file__).parents[2]
@@ -91,6 +92,36 @@ def test_what_is_beyond_rounding_is_named(tmp_path: Path) -> None:
     assert compared(run_of(1.0), run_of(1.0), tmp_path, apart=0.5).weights == pytest.approx(0.5)
     assert compared(run_of(1.0), run_of(1.0), tmp_path, apart=0.5).beyond(FP32) == ["weights"]
     assert compared(run_of(1.0), run_of(1.0, weights="other"), tmp_path).beyond(FP32) == ["initial weights"]
+    # Nothing was trained, as with a learning rate of 0
+    unchanged = replace(run_of(1.0), change=0.0)
+    assert compared(unchanged, unchanged, tmp_path).beyond(FP32) == []
+    assert compared(unchanged, unchanged, tmp_path, apart=0.5).beyond(FP32) == ["weights"]
+    # A metric of the other sign, in a name that has "time" in it, and only in a later entry
+    for entry, value in ((0, 1.0), (1, 1.0)):
+        stock, ours = run_of(1.0, 2.0), run_of(1.0, 2.0)
+        stock.log[entry]["rewards/sentiment/mean"] = value
+        ours.log[entry]["rewards/sentiment/mean"] = -value
+        assert compared(stock, ours, tmp_path).beyond(TOLERANCES["lower precision"]) == ["metrics"]
+
+
+def test_the_verdict_says_how_strict_it_is_and_what_may_differ(tmp_path: Path) -> None:
+    stock = run_of(1.0)
+    ours = replace(run_of(2.0), drops_out=True)
+    ours.log[0]["frac_reward_zero_std"] = 0.5
+    for run in (stock, ours):
+        run.steps = [StepCost(1.0, 10, 0.0, 0)]
+    lower = TOLERANCES["lower precision"]
+
+    def verdict(run: RunResult, tolerances: dict[str, float]) -> str:
+        return "\n".join(report("grpo", {"trl": [stock], "trl_ext": [run]}, compared(stock, run, tmp_path), tolerances))
+
+    assert "Equal up to rounding." in verdict(stock, FP32)
+    assert "No gross difference." in verdict(stock, lower)
+    assert "Equal" not in verdict(stock, lower)
+    text = verdict(ours, FP32)
+    assert "Beyond rounding: loss." in text
+    assert "--lora_dropout 0" in text
+    assert "--zero_advantages_of_equal_rewards false" in text
 
 
 @pytest.mark.parametrize(

@@ -31,15 +31,15 @@ LIBRARIES = ("trl", "trl_ext")
 # tokens a row, differs by 0.14, 0.80 and 0.10. There only gross errors can be told from rounding.
 TOLERANCES = {
     "float32": {"loss": 1e-4, "metrics": 1e-3, "weights": 1e-2},
-    "lower precision": {"loss": 3e-1, "metrics": 2.0, "weights": 5e-1},
+    "lower precision": {"loss": 3e-1, "metrics": 1.5, "weights": 5e-1},
 }
 _SMALLEST = 1e-2  # scale of a logged value
 # GRPO's and RLOO's metrics that are means over other rows in ours: where it skips rows, and in several micro-batches
 # (docs/following.md#changed)
 _MEANS_OF_SCORED_ROWS = ("entropy", "vespo/")
 _MEANS_OF_MICRO_BATCHES = (*_MEANS_OF_SCORED_ROWS, "kl", "clip_ratio/", "cispo_clip_ratio", "sampling/")
-# Parts of names of what is no result of the training
-_NO_RESULT = ("time", "per_second", "epoch", "flos", "learning_rate", "frac_")
+# What is no result of the training. In RLOO with a KL term, rounding decides the last one
+_NO_RESULT = {"step_time", "epoch", "total_flos", "learning_rate", "frac_reward_zero_std"}
 _ROWS = 256
 
 
@@ -165,24 +165,29 @@ def compare(stock: RunResult, ours: RunResult, stock_weights: Path, our_weights:
     calls_per_step = max(1, len(samples) // max(1, len(stock.log)))
     steps = samples.index(False) // calls_per_step if False in samples else len(stock.log)
     differences: dict[str, float] = {}
-    for name in stock.log[0].keys() & ours.log[0].keys():
-        if not any(part in name for part in _NO_RESULT):
-            differences[name] = _largest_difference(name, stock.log, ours.log, steps)
+    names = [{name for entry in run.log for name in entry} for run in (stock, ours)]
+    for name in (names[0] & names[1]) - _NO_RESULT:
+        differences[name] = _largest_difference(name, stock.log, ours.log, steps)
     prefixes = _prefixes_of_other_rows(ours)
     of_other_rows = sorted(name for name in differences if name.startswith(prefixes))
     weights = [torch.load(file, weights_only=True) for file in (stock_weights, our_weights)]
     squares = [(weights[1][name].double() - x.double()).square().sum().item() for name, x in weights[0].items()]
-    names = [set(run.log[0]) for run in (stock, ours)]
     return Comparison(
         steps=steps,
         loss=differences.pop("loss"),
         metrics={name: x for name, x in differences.items() if name not in of_other_rows},
         of_other_rows=of_other_rows,
-        weights=sum(squares) ** 0.5 / stock.change if stock.change else math.inf,
+        weights=_ratio(sum(squares) ** 0.5, stock.change),
         initial=stock.initial_weights == ours.initial_weights,
         samples=samples,
         only={"trl": sorted(names[0] - names[1]), "trl_ext": sorted(names[1] - names[0])},
     )
+
+
+def _ratio(distance: float, change: float) -> float:
+    if not distance:
+        return 0.0
+    return distance / change if change else math.inf
 
 
 def _prefixes_of_other_rows(ours: RunResult) -> tuple[str, ...]:
@@ -229,7 +234,7 @@ def report(
     if stock.samples:
         yield "Tokens and steps are without generation."
     yield ""
-    limits = {name: f"{value:.1e} (rounding: up to {tolerances[name]:.0e})" for name, value in _measured(comparison)}
+    limits = {name: f"{value:.1e} (rounding: up to {tolerances[name]:.2g})" for name, value in _measured(comparison)}
     worst = max(comparison.metrics, key=comparison.metrics.__getitem__, default="none")
     yield f"{'largest difference of the loss':36}{limits['loss']}"
     yield f"{f'of {len(comparison.metrics)} metrics, in {worst}':36}{limits['metrics']}"
@@ -242,10 +247,19 @@ def report(
     for library, names in comparison.only.items():
         if names:
             yield f"logged by {library} alone: {', '.join(names)}"
-    if tolerances is not TOLERANCES["float32"]:
-        yield "In lower precision TRL rounds logits. Add --bf16 false --dtype float32 to compare strictly."
     beyond = comparison.beyond(tolerances)
-    yield f"\n{'Beyond rounding: ' + ', '.join(beyond) if beyond else 'Equal up to rounding'}."
+    is_strict = tolerances is TOLERANCES["float32"]
+    equal = "Equal up to rounding" if is_strict else "No gross difference"
+    yield f"\n{'Beyond rounding: ' + ', '.join(beyond) if beyond else equal}."
+    if not is_strict:
+        yield "TRL rounds logits in lower precision. To compare strictly, add --bf16 false --dtype float32."
+    if beyond and ours.drops_out:
+        yield "Draws of dropout differ. To compare without it, set it to 0, for LoRA by --lora_dropout 0."
+    if beyond and any(entry.get("frac_reward_zero_std") for entry in ours.log):
+        yield (
+            "Some groups have equal rewards, for which TRL's advantages can be rounding noise. To compare with it, add "
+            "--zero_advantages_of_equal_rewards false."
+        )
 
 
 def _measured(comparison: Comparison) -> list[tuple[str, float]]:

@@ -59,6 +59,7 @@ class RunResult:
     precision: str = ""  # of the weights and of autocast
     device: str = ""
     micro_batches: int = 1  # of an optimizer step
+    drops_out: bool = False  # whether dropout is active
     modules: list[str] = field(default_factory=list)  # of trl_ext, in this process
 
 
@@ -160,6 +161,7 @@ def measured(job: Job, folder: Path) -> RunResult:
         peak_mib=peak(),
         precision=precision if autocast in ("no", None) else f"{precision}, {autocast} autocast",
         device=trainer.accelerator.device.type,
+        drops_out=any(isinstance(x, torch.nn.Dropout) and x.p > 0 for x in trainer.model.modules()),
         micro_batches=trainer.args.gradient_accumulation_steps,
         modules=sorted(name for name in sys.modules if name.startswith("trl_ext.")),
     )
