@@ -249,8 +249,8 @@ def report(
             yield f"logged by {library} alone: {', '.join(names)}"
     beyond = comparison.beyond(tolerances)
     is_strict = tolerances is TOLERANCES["float32"]
-    equal = "Equal up to rounding" if is_strict else "No gross difference"
-    yield f"\n{'Beyond rounding: ' + ', '.join(beyond) if beyond else equal}."
+    agreement = "Equal up to rounding" if is_strict else "No gross difference"
+    yield f"\n{'Beyond rounding: ' + ', '.join(beyond) if beyond else agreement}."
     if not is_strict:
         yield "TRL rounds logits in lower precision. To compare strictly, add --bf16 false --dtype float32."
     if beyond and ours.drops_out:

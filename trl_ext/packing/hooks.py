@@ -138,7 +138,11 @@ def _is_replacement(value: Any) -> bool:
             return False
         if is_known(module) and not function.__closure__ and "__wrapped__" not in vars(function):
             return False
-    return any(package_of(getattr(x, "__func__", x)) not in _IMPORTED for x in functions_of_users(function))
+    for x in functions_of_users(function):
+        plain = x.__func__ if isinstance(x, MethodType) else x
+        if not isinstance(plain, FunctionType) or package_of(plain) not in _IMPORTED:
+            return True
+    return False
 
 
 def is_from_hub(function: FunctionType) -> bool:
