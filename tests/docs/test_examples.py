@@ -94,7 +94,7 @@ def test_the_real_model_trains(tmp_path: Path) -> None:
     assert_trained(out)
     result = json.loads((out / "result.json").read_text())
     assert result["held_out"] == 4
-    assert 0 <= result["before"] <= 4
+    assert result["seconds"] > 0
 
 
 @pytest.mark.slow

@@ -168,7 +168,7 @@ def test_another_model_or_option_is_checked(name: str, runs: Runs) -> None:
     checked_tokens = runs.checked_tokens(**{**common, **CHANGES[name](runs)})
     # No check can run with a `forward` of the user
     assert checked_tokens or name == "a replaced forward"
-    assert runs.bench.trainer._first_batch.passed is None
+    assert runs.bench.trainer._first_batch.pass_file is None
 
 
 # Functions of libraries that a forward runs, also outside the files of the model's classes
@@ -187,7 +187,7 @@ def test_a_patched_library_is_checked(name: str, runs: Runs, monkeypatch: pytest
     plain = getattr(owner, function)
     monkeypatch.setattr(owner, function, lambda *x, **y: plain(*x, **y))
     assert runs.checked_tokens()
-    assert runs.bench.trainer._first_batch.passed is None
+    assert runs.bench.trainer._first_batch.pass_file is None
 
 
 def test_a_compiled_layer_is_not_known(runs: Runs) -> None:

@@ -32,8 +32,21 @@ logger = logging.getLogger("trl_ext")
 _FOLDER = "trl_ext_first_batch"
 # Packages whose code a forward may run, without a name on a module that says so
 _PACKAGES = (
-    *("torch", "transformers", "peft", "trl", "accelerate", "triton", "kernels", "flash_attn", "flash_attn_3"),
-    *("flash-linear-attention", "causal_conv1d", "mamba_ssm", "bitsandbytes", "torchao", "liger_kernel"),
+    "torch",
+    "transformers",
+    "peft",
+    "trl",
+    "accelerate",
+    "triton",
+    "kernels",
+    "flash_attn",
+    "flash_attn_3",
+    "flash-linear-attention",
+    "causal_conv1d",
+    "mamba_ssm",
+    "bitsandbytes",
+    "torchao",
+    "liger_kernel",
 )
 _SDP_BACKENDS = ("flash", "mem_efficient", "math", "cudnn")
 _SAMPLED = 16  # numbers of each weight
@@ -48,7 +61,7 @@ class FirstBatchChecks:
     def __init__(self, ranks: Ranks, scorer: Scorer) -> None:
         self.ranks = ranks
         self.scorer = scorer
-        self.passed: Path | None = None  # the file that says so of the policy
+        self.pass_file: Path | None = None  # the file that says so of the policy
         self._facts: list[tuple[ScoringForward, dict[str, Any]]] = []  # of the models that this run checks
 
     @property
@@ -76,7 +89,7 @@ class FirstBatchChecks:
                 forward.is_compared = True
                 forward.packing.checked = True
                 if forward is self.scorer.policy:
-                    self.passed = self._path(facts)
+                    self.pass_file = self._path(facts)
             else:
                 self._facts.append((forward, facts))
 
@@ -97,9 +110,9 @@ class FirstBatchChecks:
 
     def decisions(self, model: Any, *, packs: bool) -> tuple[Decision, ...]:
         """Return the plan's row about the checks of `model`, the policy. There is none if nothing can be compared."""
-        if self.passed is not None:
+        if self.pass_file is not None:
             reason = "An earlier run of the same model, code, versions and options has passed its checks."
-            return (Decision("first batch", "reuse", reason, routine=True, folder=str(self.passed)),)
+            return (Decision("first batch", "reuse", reason, routine=True, folder=str(self.pass_file)),)
         is_known = is_of_libraries(model)
         if not packs and not is_known:
             return ()
@@ -180,22 +193,22 @@ def _weights_of(weights: ReferenceWeights, model: nn.Module) -> dict[str, Any]:
     """
     base = dict(ReferenceWeights(model).tensors())
     samples: list[Tensor] = []
-    described: dict[str, Any] = {}
+    facts: dict[str, Any] = {}
     for name, tensor in weights.tensors():
         place = f"{tensor.dtype} {tuple(tensor.shape)} {tensor.device.type}"
         if name in base:
-            described[name] = place
+            facts[name] = place
             numbers = tensor.detach().flatten()
             at = torch.linspace(0, max(len(numbers) - 1, 0), min(_SAMPLED, len(numbers)), device=numbers.device)
             samples.append(numbers[at.long()].double())
         else:
-            described[name] = [place, bool(tensor.detach().any())]
+            facts[name] = [place, bool(tensor.detach().any())]
     by_device: dict[torch.device, list[Tensor]] = {}
     for sample in samples:
         by_device.setdefault(sample.device, []).append(sample)
     numbers_of_devices = [torch.cat(parts).cpu().numpy().tobytes() for parts in by_device.values()]
     digest = hashlib.blake2b(b"".join(numbers_of_devices), digest_size=16).hexdigest()
-    return {"tensors": identity_of(described), "sample": digest}
+    return {"tensors": identity_of(facts), "sample": digest}
 
 
 def _sources_of(model: nn.Module) -> list[str]:
