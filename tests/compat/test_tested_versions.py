@@ -28,7 +28,10 @@ def test_the_pinned_versions_are_tested_ones() -> None:
 @pytest.mark.skipif(any(FOUND[name] not in TESTED[name] for name in FOUND), reason="for tested versions")
 def test_tested_versions_give_no_warning() -> None:
     done = run("-W", "error", "-c", "from trl_ext import DPOTrainer", environment={**os.environ})
-    assert (done.returncode, done.stdout + done.stderr) == (0, "")
+    lines = (done.stdout + done.stderr).splitlines()
+    # bitsandbytes says so on CPUs with bf16 instructions, if the package `kernels` is not installed
+    lines = [line for line in lines if not line.startswith("Failed to load CPU gemm_4bit_forward")]
+    assert (done.returncode, lines) == (0, [])
 
 
 def test_an_untested_version_is_no_error_when_tests_are_collected(tmp_path: Path) -> None:

@@ -57,7 +57,7 @@ INTERNALS = {
     "accelerate.accelerator": "._is_accelerate_prepared",
     "accelerate.accelerator:Accelerator": "_models _prepare_cp _prepare_deepspeed deepspeed_ulysses_dl_adapter",
     "accelerate.commands.launch": "launch_command_parser",
-    "accelerate.hooks": "._old_forward",
+    "accelerate.hooks": "._hf_hook ._old_forward",
     "accelerate.state:GradientState": "_set_sync_gradients",
     "accelerate.utils.fsdp_utils": "fsdp2_prepare_model",
     "datasets.arrow_dataset:Dataset": "_indices",
@@ -80,7 +80,8 @@ INTERNALS = {
         "_global_forward_hooks _global_forward_pre_hooks _global_backward_hooks _global_backward_pre_hooks"
     ),
     "torch.nn.modules.module:Module": (
-        "_backward_hooks _backward_pre_hooks _buffers _forward_hooks _forward_pre_hooks _modules _parameters"
+        "_backward_hooks _backward_pre_hooks _buffers _compiled_call_impl _forward_hooks _forward_pre_hooks _modules "
+        "_parameters"
     ),
     "torch.nn.parallel.distributed": '"_ddp_params_and_buffers_to_ignore"',
     "torch:Tensor": "_version _post_accumulate_grad_hooks",

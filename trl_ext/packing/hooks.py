@@ -1,7 +1,7 @@
 """Functions of users that run in a forward or backward, as hooks or in place of a `forward`."""
 
 import sys
-from collections.abc import Iterable, Iterator, Set
+from collections.abc import Iterable, Iterator, MutableMapping, Set
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -10,7 +10,6 @@ from typing import Any
 
 from torch import nn
 from torch.nn.modules import module as torch_module
-from transformers.utils.generic import GeneralInterface
 
 from ..functions import closure_of, package_of
 
@@ -117,7 +116,7 @@ def is_replaced_in_libraries() -> bool:
                     values: Iterable[Any] = ()
                 elif isinstance(value, type):
                     values = vars(value).values() if value.__module__ == name else ()
-                elif isinstance(value, GeneralInterface):
+                elif isinstance(value, MutableMapping) and not isinstance(value, dict):  # of attention functions
                     values = value.values()
                 else:
                     values = (value,)
