@@ -44,19 +44,19 @@ def claims() -> list[str]:
     of_gpu = H200["grpo_step_lora"]
     slower = H200["dpo_step_lora_epoch_1"].over("trl_ext", "trl")
     return [
-        f"With LoRA in fp32, a DPO step on short answers takes {instead_of(dpo)}, and one on rows of up to 512 tokens "
+        f"With LoRA in fp32, a DPO step on short answers takes {instead_of(dpo)}, on rows of up to 512 tokens "
         f"{instead_of(long)}.",
         f"With answers of up to 8 tokens and equal rewards in {equal_rewards:.0%} of the groups, a step takes "
-        f"{instead_of(grpo)}, of which generation takes {generation[0]:.1f} s and {generation[1]:.1f} s. With equal "
-        f"rewards in {fewer:.0%}, a step is {mixed.over('trl', 'trl_ext'):.1f} times as fast.",
+        f"{instead_of(grpo)}, of it generation {generation[0]:.1f} s and {generation[1]:.1f} s; with equal rewards in "
+        f"{fewer:.0%}, it is {mixed.over('trl', 'trl_ext'):.1f} times as fast.",
         f"The first of these steps peaks at {gib(grpo, 'trl_ext'):.1f} GiB instead of {gib(grpo, 'trl'):.1f} GiB on a "
-        "CPU, where TRL's fused LM head has no kernels. On an H200, where it has, a GRPO step with LoRA of 0.6 billion "
-        f"weights, without generation, peaks at {gib(of_gpu, 'trl_ext'):.1f} GiB instead of "
-        f"{gib(of_gpu, 'trl'):.1f} GiB.",
+        "CPU, where TRL's fused LM head has no kernels. On an H200, where it has, GRPO with LoRA of 0.6 billion "
+        f"weights peaks at {gib(of_gpu, 'trl_ext'):.1f} GiB instead of {gib(of_gpu, 'trl'):.1f} GiB, without "
+        "generation.",
         f"a first epoch took {slower:.1f} times TRL's time on an H200 with 0.6 billion weights.",
-        f"On SmolLM2's hidden states this moves a log-prob by up to {head['trl']['max_error']:.2f}; ours are within "
-        f"{head['trl_ext_torch']['max_error']:.6f}. A backbone in bf16 moves it by up to {backbone[0]:.1f} with our "
-        f"head and {backbone[1]:.1f} with TRL's.",
+        f"On SmolLM2's hidden states this moves a log-prob by up to {head['trl']['max_error']:.2f}, ours by "
+        f"{head['trl_ext_torch']['max_error']:.6f}; a backbone in bf16 moves it by {max(backbone):.1f} with either "
+        "head.",
     ]
 
 
@@ -91,3 +91,19 @@ def test_the_performance_page_has_every_step_of_the_real_model() -> None:
             f"{stock['peak_mib']:,.0f} → {ours['peak_mib']:,.0f}",
         ]
         assert f"| {' | '.join(cells)} |" in page, name
+
+
+def test_the_page_on_exactness_has_the_errors_of_the_real_model() -> None:
+    page = prose("docs/exactness.md")
+    lines = CPU["real_head_bf16"].lines
+    stock, ours = (lines[name] for name in ("trl", "trl_ext_torch"))
+    errors = [f"{line['max_error']:.1e}".replace("e-0", "e-") for line in (ours, stock)]
+    assert (
+        f"SmolLM2-135M's logits reach {ours['largest_logit']:.0f}; its largest error is {errors[0]}, and TRL's {errors[1]}"
+        in page
+    )
+    backbone = [line["with_backbone"] for line in (ours, stock)]
+    assert (
+        f"off by at most {backbone[0]['max']:.2f} with our head and {backbone[1]['max']:.2f} with TRL's, on average by "
+        f"{backbone[0]['mean']:.3f} and {backbone[1]['mean']:.3f}." in page
+    )
