@@ -12,7 +12,17 @@ from pathlib import Path
 
 from report_overview import draw_error, draw_overview
 from report_plots import draw_curves, draw_errors, draw_peaks, draw_times, slug
-from report_real import ERROR_HEADER, STEP_HEADER, TASK_HEADER, TITLES, draw_real, error_rows, step_rows, task_rows
+from report_real import (
+    ERROR_HEADER,
+    STEP_HEADER,
+    TASK_HEADER,
+    TITLES,
+    draw_real,
+    error_rows,
+    step_rows,
+    task_rows,
+    title_of,
+)
 from report_runs import Run, newest_runs
 from results import FOLDER
 
@@ -137,7 +147,7 @@ def head_section(runs: list[Run], device: str) -> list[str]:
 def real_section(runs: list[Run]) -> list[str]:
     """Return the section on the real model: steps, errors and the task that it learns."""
     text = ["#### Whole steps of SmolLM2-135M-Instruct, generation included", table(STEP_HEADER, step_rows(runs))]
-    text += [f"- {TITLES[run.benchmark]}: `{run.shape['arguments']}`" for run in runs if run.benchmark in TITLES]
+    text += [f"- {title_of(run)}: `{run.shape['arguments']}`" for run in runs if run.benchmark in TITLES]
     for run in runs:
         if run.benchmark == "real_head_bf16":
             text += ["#### Log-probs of SmolLM2-135M-Instruct in bf16", table(ERROR_HEADER, error_rows(run))]

@@ -8,10 +8,10 @@ from report_runs import Run
 
 # In the order of the table
 TITLES = {
-    "real_grpo_lora": "GRPO, LoRA, hard questions",
-    "real_grpo_lora_mixed": "GRPO, LoRA, easier questions",
-    "real_grpo_lora_64_tokens": "GRPO, LoRA, answers of up to 64 tokens",
-    "real_rloo_lora": "RLOO, LoRA, hard questions",
+    "real_grpo_lora": "GRPO, LoRA",
+    "real_grpo_lora_mixed": "GRPO, LoRA",
+    "real_grpo_lora_64_tokens": "GRPO, LoRA, 64 tokens",
+    "real_rloo_lora": "RLOO, LoRA",
     "real_dpo_lora": "DPO, LoRA, short answers",
     "real_dpo_lora_checkpointing": "the same, gradient checkpointing",
     "real_dpo_lora_batch_8": "the same, batches of 8 pairs",
@@ -31,7 +31,6 @@ STEP_HEADER = [
     "TRL / trl_ext",
     "of it generation, s",
     "tokens",
-    "groups with equal rewards",
     "peak, MiB",
     "loss differs by",
 ]
@@ -39,6 +38,12 @@ ERROR_HEADER = ["head", "largest error, head alone", "with the backbone, largest
 HEADS = {"trl": "TRL", "trl_ext_torch": "trl_ext"}
 TASK_HEADER = ["trained by", "seed 0", "seed 1", "seed 2", "untrained", "best constant answer", "CPU s"]
 TRAINED_BY = {"trl_ext": "trl_ext", "trl": "TRL", "learning_rate_0": "trl_ext, learning rate 0"}
+
+
+def title_of(run: Run) -> str:
+    """Return the name of a step, with the share of groups whose rewards are equal: GRPO does not run these."""
+    share = run.lines["trl"]["equal_rewards"]
+    return TITLES[run.benchmark] + ("" if share is None else f", {100 * share:.0f} % equal rewards")
 
 
 def real_runs(runs: list[Run]) -> dict[str, Run]:
@@ -49,10 +54,10 @@ def real_runs(runs: list[Run]) -> dict[str, Run]:
 
 def step_rows(runs: list[Run]) -> list[list[str]]:
     """Return the cells of the table."""
-    return [_cells(name, run) for name, run in real_runs(runs).items()]
+    return [_cells(run) for run in real_runs(runs).values()]
 
 
-def _cells(name: str, run: Run) -> list[str]:
+def _cells(run: Run) -> list[str]:
     stock, ours = run.lines["trl"], run.lines["trl_ext"]
     seconds = [
         f"{line['median_ms'] / 1e3:.2f} ({line['min_ms'] / 1e3:.2f}-{line['max_ms'] / 1e3:.2f})"
@@ -60,12 +65,11 @@ def _cells(name: str, run: Run) -> list[str]:
     ]
     generation = [f"{line['generation_ms'] / 1e3:.2f}" for line in (stock, ours)]
     return [
-        TITLES[name],
+        title_of(run),
         *seconds,
         f"{run.over('trl', 'trl_ext'):.2f}",
         " → ".join(generation) if stock["generation_ms"] else "-",
         f"{stock['tokens']:.0f} → {ours['tokens']:.0f}",
-        "-" if stock["equal_rewards"] is None else f"{stock['equal_rewards']:.0%}",
         f"{stock['peak_mib']:.0f} → {ours['peak_mib']:.0f}",
         f"{ours['differences']['loss']:.0e}",
     ]
@@ -102,13 +106,13 @@ def task_rows(run: Run) -> list[list[str]]:
 
 def draw_real(runs: list[Run], path: Path) -> None:
     """Draw time and peak memory of each step relative to TRL's, a row each; the line at 1 is TRL."""
-    chosen = {TITLES[name]: run for name, run in real_runs(runs).items() if name in PLOTTED}
+    chosen = {title_of(run): run for name, run in real_runs(runs).items() if name in PLOTTED}
     if not chosen:
         return
     time = [run.over("trl_ext", "trl") or 0.0 for run in chosen.values()]
     memory = [run.lines["trl_ext"]["peak_mib"] / run.lines["trl"]["peak_mib"] for run in chosen.values()]
     with plt.rc_context(STYLE):
-        figure, panels = plt.subplots(1, 2, figsize=(9.0, 0.6 + 0.32 * len(chosen)), sharey=True, layout="constrained")
+        figure, panels = plt.subplots(1, 2, figsize=(9.0, 0.9 + 0.32 * len(chosen)), sharey=True, layout="constrained")
         for axes, values, title in zip(panels, (time, memory), ("time", "peak memory"), strict=True):
             axes.barh(range(len(values)), values, color=LOOKS["trl_ext"][1], height=0.7, zorder=3)
             for row, value in enumerate(values):
@@ -120,4 +124,5 @@ def draw_real(runs: list[Run], path: Path) -> None:
             axes.set_title(f"{title} of a step; red line: TRL", fontsize=10, loc="left")
         panels[0].set_yticks(range(len(chosen)), list(chosen))
         panels[0].invert_yaxis()
+        figure.suptitle("SmolLM2-135M-Instruct, one CPU thread", fontsize=10, color="#555555")
         save(figure, path)

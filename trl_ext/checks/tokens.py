@@ -49,8 +49,8 @@ def check_special_tokens(
         if len(places) > _FEW * len(rows):
             place, column = next(iter(places.items()))
             logger.warning(
-                f"`{column}` of `{name}` {words}, in row {place} and {len(places)} of the {len(rows)} rows that were "
-                f"read: TRL or the tokenizer adds it to text that has it. {hint}"
+                f"`{column}` of `{name}` {words}, in {len(places)} of the {len(rows)} rows that were read, such as row "
+                f"{place}: TRL or the tokenizer adds it to text that has it. {hint}"
             )
 
 

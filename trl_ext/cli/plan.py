@@ -63,7 +63,7 @@ class PlanArguments:
     """The YAML file to write, for `--config`. `None`: `plan.yaml` in `output_dir`."""
 
     apply: bool = False
-    """Train with the best option at once, as with `--config` and the file that was written."""
+    """Start training with the best option, as with the written file as `--config`."""
 
 
 def run(line: Line, process: Process) -> int:

@@ -124,7 +124,7 @@ class GRPOGeneration:
         if trainer.tools:
             return "completions with tools are sampled in several turns"
         if trainer.use_vllm and top_k <= 0:
-            return "vLLM returns the log-probs of a fixed number of tokens (set `top_k` too)"
+            return "vLLM returns log-probs of a fixed number of tokens, so `top_k` must be set"
         if trainer.use_vllm and "logprobs" in generation_kwargs:
             return "`generation_kwargs` sets `logprobs`"
         if trainer.use_vllm and is_asked and self._most_log_probs < top_k:

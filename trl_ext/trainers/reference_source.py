@@ -373,8 +373,8 @@ class ReferenceSource:
         if self.kind == "model" or (host.plan.gone_in_training and self.training_began):
             raise ValueError(
                 "Some sequences have no reference log-probs, and the reference is gone: with "
-                "`precompute_ref_log_probs=True` and no `ref_model`, the model before training scored only the "
-                "trainer's datasets. Pass this data as `eval_dataset` when you build the trainer, pass a `ref_model`, "
+                "`precompute_ref_log_probs=True` and no `ref_model`, only the trainer's datasets are scored, before "
+                "training. Pass this data as `eval_dataset` when you build the trainer, pass a `ref_model`, "
                 "or set `precompute_ref_log_probs=False`."
             )
         return host.model if prepared else internals.policy_before_training(self.host)
