@@ -27,7 +27,7 @@ from trl_ext.callbacks.summary import PhaseTimes, tokens_line
 STOCK = Trainers.of(trl)
 OURS = Trainers.of(trl_ext)
 LINE = re.compile(
-    r"Trained on (?P<tokens>[\d,]+) tokens(, (?P<share>[\d.]+) % of the (?P<of_trl>[\d,]+) that TRL would have "
+    r"Processed (?P<tokens>[\d,]+) tokens(, (?P<share>[\d.]+) % of the (?P<of_trl>[\d,]+) that TRL would have "
     r"processed)?(; (((?P<passes>[\d,]+) forward pass(es)?( on each process)?)?( and )?((?P<rows>[\d,]+) rows?)?) "
     r"skipped)?\."
 )
@@ -215,12 +215,12 @@ def test_ranks_count_the_tokens_of_all(
     ("processed", "skipped", "text"),
     [
         (0, {"tokens": 5}, None),
-        (12, {}, "Trained on 12 tokens."),
-        (12, {"tokens": 0, "passes": 0, "rows": 0}, "Trained on 12 tokens."),
+        (12, {}, "Processed 12 tokens."),
+        (12, {"tokens": 0, "passes": 0, "rows": 0}, "Processed 12 tokens."),
         (12340, {"tokens": 10942, "passes": 40, "rows": 112}, "40 forward passes and 112 rows skipped."),
         (12340, {"tokens": 10942, "rows": 1}, "53 % of the 23,282 that TRL would have processed; 1 row skipped."),
-        (10, {"tokens": -2, "passes": -1}, "Trained on 10 tokens, 125 % of the 8 that TRL would have processed."),
-        (1, {"tokens": 999}, "Trained on 1 tokens, 0.1 % of the 1,000 that TRL would have processed."),
+        (10, {"tokens": -2, "passes": -1}, "Processed 10 tokens, 125 % of the 8 that TRL would have processed."),
+        (1, {"tokens": 999}, "Processed 1 tokens, 0.1 % of the 1,000 that TRL would have processed."),
     ],
 )
 def test_what_was_not_counted_is_absent(processed: int, skipped: dict[str, int], text: str | None):

@@ -54,7 +54,7 @@ def tokens_line(processed: int, skipped: Counter[str], processes: int) -> str | 
     """
     if not processed:
         return None
-    text = f"Trained on {processed:,} tokens"
+    text = f"Processed {processed:,} tokens"
     trl_tokens = processed + skipped["tokens"]
     if trl_tokens != processed:
         share = 100 * processed / trl_tokens
