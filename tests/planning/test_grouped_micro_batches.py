@@ -455,7 +455,7 @@ def test_metrics_of_micro_batches_are_those_that_the_page_names(workshop: Worksh
     assert all(any(fnmatchcase(name, pattern) for name in differ) for pattern in patterns), differ
 
 
-WHEN = "in training, where groups are kept together"
+WHEN = "training, groups kept together"
 
 
 def test_a_batch_with_images_stays_as_it_is(workshop: Workshop, tmp_path: Path) -> None:

@@ -233,7 +233,8 @@ DOUBTFUL: dict[str, tuple[str, Callable[[], Dataset], Callable[[], Any], str]] =
         "sft",
         lambda: rows({"text": "<s> w1 w2 </s>"}, times=2),
         formatted_before,
-        "`text` of `train_dataset` would have '<s>' twice at its start, in 2 of the 2 rows that were read, such as row 0",
+        "`text` of `train_dataset` would have '<s>' twice at its start, in 2 of the 2 rows that were read, such as row "
+        "0",
     ),
     "BOS in prompts that were formatted before": (
         "grpo",
