@@ -64,7 +64,7 @@ _IMPORTED = {
 }
 # Prefixes of the functions that `torch.compile` adds to each Python module whose functions it compiles
 OF_COMPILER = ("__compiled_fn", "__resume_at")
-_OF_LIBRARIES = ("transformers", "peft", "torch.nn")
+_OF_LIBRARIES = ("transformers.", "peft.", "torch.nn.")  # not "transformers_modules", code of remote models
 _OF_FORWARD = ("_forward_pre_hooks", "_forward_hooks")
 _OF_GRADIENT = ("_backward_pre_hooks", "_backward_hooks")
 _OF_MODULE = (*_OF_FORWARD, *_OF_GRADIENT)
@@ -110,7 +110,7 @@ def _is_of_user(function: FunctionType) -> bool:
 def is_replaced_in_libraries() -> bool:
     """Whether a function of a user stands in place of one in transformers, PEFT or `torch.nn`, or in their tables."""
     for name, module in list(sys.modules.items()):
-        if module is not None and name.startswith(_OF_LIBRARIES):
+        if module is not None and f"{name}.".startswith(_OF_LIBRARIES):
             for attribute, value in list(vars(module).items()):
                 if attribute.startswith(OF_COMPILER):
                     values: Iterable[Any] = ()
