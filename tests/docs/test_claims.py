@@ -107,3 +107,22 @@ def test_the_page_on_exactness_has_the_errors_of_the_real_model() -> None:
         f"off by at most {backbone[0]['max']:.2f} with our head and {backbone[1]['max']:.2f} with TRL's, on average by "
         f"{backbone[0]['mean']:.3f} and {backbone[1]['mean']:.3f}." in page
     )
+
+
+def test_the_performance_page_has_the_task_that_the_model_learns() -> None:
+    lines = CPU["real_task_last_word"].lines
+
+    def three(subject: str, field: str) -> str:
+        values = [f"{value:.0f}" for value in lines[subject][field]]
+        return f"{values[0]}, {values[1]} and {values[2]}"
+
+    assert lines["learning_rate_0"]["after"] == lines["trl_ext"]["before"] == lines["trl"]["before"]
+    held_out = lines["trl"]["shape"]["held_out"]
+    claims_of_task = (
+        f"Of {held_out} held-out questions, it answers {three('trl_ext', 'before')} right before training (three "
+        f"seeds) and {three('trl_ext', 'after')} after, in {three('trl_ext', 'seconds')} s of CPU time.",
+        f"Stock TRL reaches {three('trl', 'after')} in {three('trl', 'seconds')} s. A learning rate of 0 changes "
+        f"nothing, and the best constant answer is right in {three('trl_ext', 'constant')}.",
+    )
+    page = prose("docs/performance.md")
+    assert [claim for claim in claims_of_task if claim not in page] == []

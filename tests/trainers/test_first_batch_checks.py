@@ -23,6 +23,7 @@ from short_training import Bench
 from tiny import Workshop, lora_config, word_tokenizer
 from trained_weights import trained
 from trl_ext.packing.first_batch import is_of_libraries
+from trl_ext.packing.hooks import is_replaced_in_libraries
 from trl_ext.trainers import first_batch
 
 TEXTS = [" ".join(f"w{(place * number) % 90}" for place in range(80)) for number in (1, 2, 3)]
@@ -188,6 +189,16 @@ def test_a_patched_library_is_checked(name: str, runs: Runs, monkeypatch: pytest
     monkeypatch.setattr(owner, function, lambda *x, **y: plain(*x, **y))
     assert runs.checked_tokens()
     assert runs.bench.trainer._first_batch.pass_file is None
+
+
+def test_an_object_of_the_user_in_a_library_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Mask:
+        def __call__(self, *positional: Any, **keywords: Any) -> Any:
+            raise NotImplementedError
+
+    assert not is_replaced_in_libraries()
+    monkeypatch.setattr(modeling_llama, "create_causal_mask", Mask())
+    assert is_replaced_in_libraries()
 
 
 def test_a_compiled_layer_is_not_known(runs: Runs) -> None:

@@ -129,7 +129,8 @@ def _is_replacement(value: Any) -> bool:
     """Whether a value in a file of a library runs code that is not of libraries."""
     function = value.fget if isinstance(value, property) else getattr(value, "__func__", value)
     if not isinstance(function, FunctionType | partial):
-        return False
+        call = type(value).__call__ if callable(value) else None
+        return isinstance(call, FunctionType) and _is_replacement(call)  # an object of a user's class
     if isinstance(function, FunctionType):
         module = str(function.__globals__.get("__name__"))
         # Most functions end here. A wrapper of a library may hold a user's function
