@@ -307,7 +307,7 @@ def test_a_reference_that_moves_is_not_stored(workshop, tmp_path):
         subject.train()
     assert len(tokens.without) == 6
     assert "sync_ref_model" in subject.explain()["reference"].reason
-    assert not (tmp_path / "datasets").exists()
+    assert not (tmp_path / "datasets" / "trl_ext_reference_log_probs").exists()
 
 
 def test_biases_trained_outside_the_adapter_are_copied_and_scored_once(workshop, tmp_path):
