@@ -240,6 +240,10 @@ class AddedGroupFields(AddedReferenceFields):
     """Set the advantages of a group of GRPO, and of RLOO with `beta=0`, to 0 if all its rewards are bitwise equal,
     where zero-advantage completions can be skipped. `False`: TRL's, which may be rounding noise."""
 
+    generate_fewer_rows: bool = True
+    """Run `generate` on each distinct prompt once and without finished completions, where this changes no sample.
+    `False`: on all rows, as in TRL. vLLM does not need it."""
+
     keep_groups_together: bool | None = None
     """Put the completions of a prompt into one micro-batch, within one optimizer step. `None`: if this changes no
     gradient. `True`: an error if it would, or would save nothing; overrides of a subclass must then work on any rows,

@@ -49,13 +49,13 @@ def tokens_line(processed: int, skipped: Counter[str], processes: int) -> str | 
 
     Args:
         processed (`int`): tokens of all passes and processes.
-        skipped (`Counter[str]`): `tokens` and `rows` of all processes, `passes` of each. A pass that checks stored
-            values counts as -1.
+        skipped (`Counter[str]`): `tokens`, `generation_tokens` and `rows` of all processes, `passes` of each. A pass
+            that checks stored values counts as -1.
     """
     if not processed:
         return None
     text = f"Processed {processed:,} tokens"
-    trl_tokens = processed + skipped["tokens"]
+    trl_tokens = processed + skipped["tokens"] + skipped["generation_tokens"]
     if trl_tokens != processed:
         share = 100 * processed / trl_tokens
         text += f", {share:{'.0f' if share >= 10 else '.2g'}} % of the {trl_tokens:,} that TRL would have processed"

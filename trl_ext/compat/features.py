@@ -111,6 +111,15 @@ FEATURES = {
         {_CLASSES: "shuffle_dataset"},
         is_refused=True,
     ),
+    "fewer rows in generation": Feature(
+        "runs every copy of a prompt, and finished completions, in `generate`",
+        {
+            "transformers.generation.utils:GenerationMixin": "_prefill _get_stopping_criteria",
+            "transformers.generation": "GenerationMode",
+            "transformers.cache_utils:Cache": "reorder_cache",
+        },
+        trainers="GRPOTrainer RLOOTrainer",
+    ),
     "sampling mask": Feature(
         "does not record which tokens `generate` can choose",
         {"transformers.generation.*": "_get_logits_processor"},

@@ -260,14 +260,23 @@ class Generation:
     Args:
         trainer_class (`type`): TRL's class.
         use_adapter (`Callable`): in place of TRL's context manager, which activates the reference's adapter.
+        generating (`Callable`): returns the context of each call of TRL's `_generate_single_turn`.
         members (`Any`): members of the trainer to replace. TRL's `_generate` and `_calculate_rewards`, and what a
             subclass puts in their place, still find the trainer's own log-prob pass.
     """
 
-    def __init__(self, trainer: Any, trainer_class: Any, use_adapter: Callable[..., Any], **members: Any) -> None:
+    def __init__(
+        self,
+        trainer: Any,
+        trainer_class: Any,
+        use_adapter: Callable[..., Any],
+        generating: Callable[[], AbstractContextManager[None]],
+        **members: Any,
+    ) -> None:
         self.trainer = trainer
         self.trainer_class = trainer_class
         self.use_adapter = use_adapter
+        self.generating = generating
         self.members = members
         self.rewards: Any = None
         self._gave_nan: set[str] = set()
@@ -302,7 +311,8 @@ class Generation:
                 return agreed(trl_generate(*positional, **keywords))
 
         def single_turn(prompt_ids: Any, *positional: Any, **keywords: Any) -> Any:
-            return agreed(trl_single_turn(agreed(prompt_ids), *positional, **keywords))
+            with self.generating():
+                return agreed(trl_single_turn(agreed(prompt_ids), *positional, **keywords))
 
         def enter_reference(*_: Any, **__: Any) -> Any:
             return trainer.reference_pass()
@@ -502,7 +512,9 @@ def as_one_micro_batch(trainer: SampledInternals, micro_batches: int) -> Iterato
         yield
 
 
-def without_passes(trainer: SampledInternals) -> Generation:
+def without_passes(
+    trainer: SampledInternals, generating: Callable[[], AbstractContextManager[None]]
+) -> Generation:
     """Return TRL's generation without its log-prob passes, which run later."""
 
     def no_pass(*_: Any, **__: Any) -> tuple[None, None, None]:
@@ -513,7 +525,7 @@ def without_passes(trainer: SampledInternals) -> Generation:
 
     # TRL's correction reads the log-probs of the pass, so ours follows the passes
     members = {PASS: no_pass, "vllm_importance_sampling_correction": False}
-    return Generation(trainer, trl.GRPOTrainer, no_adapter, **members)
+    return Generation(trainer, trl.GRPOTrainer, no_adapter, generating, **members)
 
 
 def shuffled_then(

@@ -15,6 +15,7 @@ from .sampled import (
     micro_batches_of_a_step,
     model_row_reason,
     order_reason,
+    plan_generation,
     plan_order,
     plan_reference_pass,
     reader_of,
@@ -107,6 +108,7 @@ def plan_grpo(facts: GRPOFacts) -> GRPOPlan:
         )
     return GRPOPlan(
         decisions=(
+            plan_generation(facts),
             _policy(facts, keeps_mask),
             _old_policy(facts, misaligned),
             plan_reference_pass(facts),

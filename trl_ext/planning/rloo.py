@@ -7,6 +7,7 @@ from .sampled import (
     SampledFacts,
     model_row_reason,
     order_reason,
+    plan_generation,
     plan_order,
     plan_reference_pass,
     reader_of,
@@ -48,6 +49,7 @@ def plan_rloo(facts: RLOOFacts) -> RLOOPlan:
         policy = f"Every completion is processed, zero-advantage and fully masked ones too: {all_rows_reason}."
     return RLOOPlan(
         decisions=(
+            plan_generation(facts),
             Decision("policy", "run", policy),
             _old_policy(old_policy_reason),
             plan_reference_pass(facts),

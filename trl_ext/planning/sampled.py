@@ -8,6 +8,14 @@ from .plan import Decision, Facts
 
 
 @dataclass(frozen=True, kw_only=True)
+class GenerateFacts:
+    """What samples the completions."""
+
+    sampler: str
+    all_rows_reason: str | None = None  # why `generate` runs all rows, whatever the plan says of randomness
+
+
+@dataclass(frozen=True, kw_only=True)
 class SampledFacts(Facts):
     """What both plans depend on."""
 
@@ -18,6 +26,7 @@ class SampledFacts(Facts):
     keep_groups_together: bool | None
     zero_advantages_of_equal_rewards: bool
     epoch_is_known: bool  # the training data has a length
+    generation: GenerateFacts
     own_reference: str | None  # which weights of a PEFT policy are the reference; None: a separate model
     # The model
     has_images: bool  # batches can hold images, which are not split by row
@@ -60,6 +69,19 @@ def model_row_reason(facts: SampledFacts) -> str | None:
     if facts.trains_expert_modules:
         return "in TRL, an expert that only such completions reach has a gradient of 0, instead of none"
     return None
+
+
+def plan_generation(facts: SampledFacts) -> Decision:
+    """Return the decision on the rows of `generate`."""
+    generation = facts.generation
+    if generation.sampler != "`generate`":
+        return Decision("generation", "run", f"Completions come from {generation.sampler}.", routine=True)
+    reason = generation.all_rows_reason or facts.randomness
+    if reason is not None:
+        all_rows = f"`generate` runs every copy of a prompt, and finished completions, as in TRL: {reason}."
+        return Decision("generation", "run", all_rows)
+    fewer_rows = "`generate` runs each distinct prompt once, and no finished completions. The draws are TRL's."
+    return Decision("generation", "run", fewer_rows)
 
 
 def plan_reference_pass(facts: SampledFacts) -> Decision:

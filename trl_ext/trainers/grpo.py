@@ -131,6 +131,7 @@ class GRPOTrainer(ExactTrainer, trl.GRPOTrainer):
         facts = facts_of(
             self,
             GRPOFacts,
+            generation=self._grpo_generation.fewer_rows.facts(),
             processes=self.accelerator.num_processes,
             has_images=bool(self._is_vlm),
             has_entropy_bonus=bool(self._entropy_bonus_enabled),

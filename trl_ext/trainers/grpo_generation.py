@@ -18,6 +18,7 @@ from ..planning.dynamic_sampling import FurtherPrompts, dead_groups, with_live_g
 from ..planning.micro_batches import StepRows
 from ..planning.rows import loss_mask, padded_tokens
 from ..sampler.sampling_mask import SamplingMaskRecorder, log_probs_to_ask, warn_of_missing
+from .generate_rows import FewerRows
 from .generation_checkpoints import GenerationCheckpoints
 from .grpo_passes import GRPOPasses
 from .row_balance import RowBalance
@@ -41,7 +42,8 @@ class GRPOGeneration:
         self.passes = passes
         self.buffer = buffer
         self.balance = balance
-        self._trl = internals.without_passes(trainer)
+        self.fewer_rows = FewerRows(trainer, ranks)
+        self._trl = internals.without_passes(trainer, self.fewer_rows.generating)
         self._checkpoints = GenerationCheckpoints(trainer, ranks, buffer)
         self._further: FurtherPrompts | None = None
         self._fills_buffer = False

@@ -25,6 +25,7 @@ from ..planning.micro_batches import StepRows
 from ..planning.rloo import RLOOFacts, RLOOPlan, plan_rloo
 from ..planning.rows import all_tokens
 from .base import ExactTrainer
+from .generate_rows import FewerRows
 from .generation_checkpoints import GenerationCheckpoints
 from .sampled_batches import check_rewards_of_first_step, equal_rewards, micro_batches_of_a_step
 from .sampled_facts import facts_of
@@ -59,8 +60,12 @@ class RLOOTrainer(ExactTrainer, trl.RLOOTrainer):
         self._buffer = internals.Buffer(self)
         self._sampled_metrics = SampledMetrics(self, self._ranks, self._scorer, self._buffer)
         self._passes: SampledPasses[RLOOPlan] = SampledPasses(self, self._sampled_metrics)
+        self._fewer_rows = FewerRows(self, self._ranks)
         self._generation = internals.Generation(
-            self, trl.RLOOTrainer, lambda *_, **__: self._reference_weights.entered()
+            self,
+            trl.RLOOTrainer,
+            lambda *_, **__: self._reference_weights.entered(),
+            self._fewer_rows.generating,
         )
         self._generation_checkpoints = GenerationCheckpoints(self, self._ranks, self._buffer)
         self._checkpoints.parts.append(self._generation_checkpoints.save)
@@ -92,6 +97,7 @@ class RLOOTrainer(ExactTrainer, trl.RLOOTrainer):
             self,
             RLOOFacts,
             has_images=isinstance(self.processing_class, ProcessorMixin),
+            generation=self._fewer_rows.facts(),
             own_loss=internals.overridden_loss(self) or ("compute_loss" if self._bypasses_loss else None),
         )
         return plan_rloo(facts)

@@ -1,0 +1,187 @@
+"""GRPO and RLOO generate on fewer rows: samples, logs, weights and the generator's state are those of all rows."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import trl
+from peft import PromptTuningConfig
+from transformers import AutoModelForCausalLM
+
+import trl_ext
+from short_training import Bench
+from tiny import Workshop, lora_config, prompts
+from token_counts import counted, total
+from trl_ext.compat.generate import GenerateRows
+
+KINDS = ("grpo", "rloo")
+STEPS = {"max_steps": 3, "max_completion_length": 12, "per_device_train_batch_size": 8, "num_generations": 4}
+
+
+class Run:
+    """A training whose reward function notes the samples, and whose embeddings count the tokens of `generate`."""
+
+    def __init__(self, kind: str, workshop: Workshop, folder: Path, package: Any = trl_ext, **arguments: Any) -> None:
+        self.samples: list[list[list[int]]] = []
+        self.prompts: list[list[str]] = []
+        bench = Bench(workshop, folder, package)
+        arguments = {
+            **STEPS,
+            **{"reward_funcs": self._reward, "train_dataset": prompts(8, seed=1), "learning_rate": 0.01},
+            **{"logging_steps": 1, "seed": 3, **arguments},
+        }
+        with counted() as self._tokens:
+            getattr(bench, kind)(**arguments)
+        self.trainer = bench.trainer
+        self.random_state = torch.get_rng_state()
+        names = ("runtime", "per_second", "step_time", "generation", "checks")
+        self.logs = [
+            {name: x for name, x in log.items() if not any(y in name for y in names)}
+            for log in self.trainer.state.log_history
+        ]
+        self.weights = {name: x.detach().clone() for name, x in self.trainer.model.named_parameters()}
+
+    def _reward(self, prompts: list[str], completion_ids: list[list[int]], **_: Any) -> list[float]:
+        self.generation = list(self._tokens.without)  # shapes of what `generate` has embedded
+        self.samples.append([list(ids) for ids in completion_ids])
+        self.prompts.append(list(prompts))
+        return [float(sum(ids) % 5) for ids in completion_ids]
+
+    def logged(self, name: str) -> list[float]:
+        return [log[name] for log in self.trainer.state.log_history if name in log]
+
+
+def assert_bitwise_equal(ours: Run, other: Run) -> None:
+    assert ours.samples == other.samples
+    assert torch.equal(ours.random_state, other.random_state)
+    assert ours.logs == other.logs
+    for name, weight in other.weights.items():
+        assert torch.equal(ours.weights[name], weight), name
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "full": {},
+    "lora": {"peft_config": lora_config()},
+    "checkpointing": {"gradient_checkpointing": True},
+    "top-k and penalties": {"top_k": 9, "repetition_penalty": 1.2, "generation_kwargs": {"min_new_tokens": 3}},
+    "iterations": {"num_iterations": 2, "max_steps": 4},
+    "evaluation": {"eval_strategy": "steps", "eval_steps": 1, "eval_dataset": prompts(4, seed=2)},
+    "pairs": {"num_generations": 2},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", CASES)
+def test_training_is_bitwise_that_of_all_rows(name: str, kind: str, workshop: Workshop, tmp_path: Path) -> None:
+    ours = Run(kind, workshop, tmp_path / "a", **CASES[name])
+    all_rows = Run(kind, workshop, tmp_path / "b", generate_fewer_rows=False, **CASES[name])
+    assert_bitwise_equal(ours, all_rows)
+    assert ours.trainer.explain()["generation"].reason.startswith("`generate` runs each distinct prompt once")
+    assert "`generate_fewer_rows=False`" in all_rows.trainer.explain()["generation"].reason
+    skipped = sum(ours.logged("skipped/generation_tokens"))
+    processed = sum(ours.logged("tokens_processed/generation"))
+    assert processed + skipped == sum(all_rows.logged("tokens_processed/generation"))
+    assert 0.2 < processed / (processed + skipped) < 0.9
+    other = Run(kind, workshop, tmp_path / "c", **CASES[name], **{"seed": 4})
+    assert other.samples != ours.samples
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_samples_are_those_of_stock_trl(kind: str, workshop: Workshop, tmp_path: Path) -> None:
+    ours = Run(kind, workshop, tmp_path / "a", max_steps=1)
+    stock = Run(kind, workshop, tmp_path / "b", trl, max_steps=1)
+    assert ours.samples == stock.samples
+    assert torch.equal(ours.random_state, stock.random_state)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_only_distinct_prompts_and_unfinished_rows_are_embedded(
+    kind: str, workshop: Workshop, tmp_path: Path
+) -> None:
+    run = Run(kind, workshop, tmp_path / "a", max_steps=1, beta=0.0)
+    tokenizer = run.trainer.processing_class
+    (samples,), (texts,) = run.samples, run.prompts
+    width = max(len(tokenizer(text)["input_ids"]) for text in texts)
+    expected = len(set(texts)) * width + sum(len(ids) - 1 for ids in samples)
+    assert run.logged("tokens_processed/generation") == [expected]
+    # The check of the first generation runs without hooks of users, such as that of this test
+    assert total(run.generation) == expected
+    check_tokens = 4 * (width + max(map(len, samples)) - 1)
+    other_checks = Run(kind, workshop, tmp_path / "b", max_steps=1, beta=0.0, generate_fewer_rows=False)
+    of_checks = "tokens_processed/checks"
+    assert run.logged(of_checks)[0] - other_checks.logged(of_checks)[0] == check_tokens
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_active_dropout_keeps_all_rows(kind: str, workshop: Workshop, tmp_path: Path) -> None:
+    dropout = {"peft_config": lora_config(lora_dropout=0.3)}
+    ours = Run(kind, workshop, tmp_path / "a", max_steps=1, **dropout)
+    assert "dropout is active" in ours.trainer.explain()["generation"].reason
+    assert ours.logged("skipped/generation_tokens") == []
+    assert ours.samples == Run(kind, workshop, tmp_path / "b", trl, max_steps=1, **dropout).samples
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("options", [{"cache_implementation": "static"}, {"use_cache": False}, {"num_beams": 2}])
+def test_what_is_not_proven_keeps_all_rows(
+    options: dict[str, Any], kind: str, workshop: Workshop, tmp_path: Path
+) -> None:
+    ours = Run(kind, workshop, tmp_path / "a", max_steps=2, generation_kwargs=options)
+    stock = Run(kind, workshop, tmp_path / "b", trl, max_steps=2, generation_kwargs=options)
+    assert ours.samples[0] == stock.samples[0]
+    assert torch.equal(ours.random_state, stock.random_state)
+    assert "as in TRL" in ours.trainer.explain()["generation"].reason
+    assert ours.logged("skipped/generation_tokens") == []
+
+
+@pytest.mark.filterwarnings("ignore:Position ids are not supported:UserWarning")
+def test_virtual_tokens_keep_all_rows(workshop: Workshop, tmp_path: Path) -> None:
+    virtual_tokens = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    ours = Run("grpo", workshop, tmp_path / "a", max_steps=1, peft_config=virtual_tokens)
+    assert "virtual tokens" in ours.trainer.explain()["generation"].reason
+    assert ours.samples == Run("grpo", workshop, tmp_path / "b", trl, max_steps=1, peft_config=virtual_tokens).samples
+
+
+class KeepsState(torch.nn.Module):
+    """Adds what the prefill's last token was in each row: a state by row outside the cache."""
+
+    def __init__(self, module: torch.nn.Module, kept: dict[str, torch.Tensor]) -> None:
+        super().__init__()
+        self.module = module
+        self.kept = kept
+
+    def forward(self, hidden: torch.Tensor, **options: Any) -> torch.Tensor:
+        rows = self.kept.get("rows")
+        if hidden.size(1) > 1 or rows is None:
+            self.kept["rows"] = hidden[:, -1:]
+            return self.module(hidden, **options)
+        return self.module(hidden + 5 * rows[torch.arange(len(hidden)) % len(rows)], **options)
+
+
+def test_the_first_generation_finds_a_state_that_no_attribute_shows(
+    workshop: Workshop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without the check, samples are others: the state is in a dictionary, which the search of modules does not see."""
+    monkeypatch.setattr("trl_ext.packing.randomness.functions_of_users", lambda *_, **__: iter(()))
+    runs = {}
+    for name, package in (("ours", trl_ext), ("stock", trl)):
+        model = AutoModelForCausalLM.from_pretrained(workshop.model("tied"))
+        layer = model.model.layers[1]
+        layer.mlp = KeepsState(layer.mlp, {})
+        runs[name] = Run("grpo", workshop, tmp_path / name, package, max_steps=1, model=model, learning_rate=0.0)
+    assert "in the first generation, logits of fewer rows differ" in runs["ours"].trainer.explain()["generation"].reason
+    assert runs["ours"].samples == runs["stock"].samples
+
+
+def test_the_check_runs_once(workshop: Workshop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    looked: list[bool] = []
+    init = GenerateRows.__init__
+
+    def note(self: Any, model: Any, *, looks_for_state: bool) -> None:
+        looked.append(looks_for_state)
+        init(self, model, looks_for_state=looks_for_state)
+
+    monkeypatch.setattr(GenerateRows, "__init__", note)
+    Run("grpo", workshop, tmp_path)
+    assert looked == [True, False, False]
