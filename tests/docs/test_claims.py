@@ -126,3 +126,14 @@ def test_the_performance_page_has_the_task_that_the_model_learns() -> None:
     )
     page = prose("docs/performance.md")
     assert [claim for claim in claims_of_task if claim not in page] == []
+
+
+def test_the_performance_page_says_what_packing_costs_where_it_saves_nothing() -> None:
+    costs = [run.over("packed", "padded") for name, run in H200.items() if name.startswith("packing_nothing_to_share")]
+    assert len(costs) == 4
+    layers = H200["packing_nothing_to_share_1x64"].shape["layers"]
+    claim = (
+        "Packing rows of equal length that share nothing costs time: forward and backward pass of "
+        f"{layers} layers take {min(costs):.2f} to {max(costs):.2f} times as long as padded."
+    )
+    assert claim in prose("docs/performance.md")
