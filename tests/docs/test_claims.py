@@ -137,3 +137,9 @@ def test_the_performance_page_says_what_packing_costs_where_it_saves_nothing() -
         f"{layers} layers take {min(costs):.2f} to {max(costs):.2f} times as long as padded."
     )
     assert claim in prose("docs/performance.md")
+
+
+def test_the_performance_page_says_how_much_a_loss_in_bf16_differs() -> None:
+    difference = CPU["real_dpo_lora_bf16_equal"].lines["trl_ext"]["differences"]["loss"]
+    claim = f"In DPO with bf16 weights, the loss differs from TRL's by up to {difference:.0%}, because"
+    assert spaced(claim) in prose("docs/performance.md")
