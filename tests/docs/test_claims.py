@@ -127,3 +127,20 @@ def test_the_performance_page_has_the_task_that_the_model_learns() -> None:
     )
     page = prose("docs/performance.md")
     assert [claim for claim in claims_of_task if claim not in page] == []
+
+
+def test_the_performance_page_says_what_packing_costs_where_it_saves_nothing() -> None:
+    costs = [run.over("packed", "padded") for name, run in H200.items() if name.startswith("packing_nothing_to_share")]
+    assert len(costs) == 4
+    layers = H200["packing_nothing_to_share_1x64"].shape["layers"]
+    claim = (
+        "Packing rows of equal length that share nothing costs time: forward and backward pass of "
+        f"{layers} layers take {min(costs):.2f} to {max(costs):.2f} times as long as padded."
+    )
+    assert claim in prose("docs/performance.md")
+
+
+def test_the_performance_page_says_how_much_a_loss_in_bf16_differs() -> None:
+    difference = CPU["real_dpo_lora_bf16_equal"].lines["trl_ext"]["differences"]["loss"]
+    claim = f"In DPO with bf16 weights, the loss differs from TRL's by up to {difference:.0%}, because"
+    assert spaced(claim) in prose("docs/performance.md")
