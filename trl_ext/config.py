@@ -302,7 +302,7 @@ class AddedGRPOFields(AddedGroupFields, AddedStepFields):
     """Replace zero-advantage groups by groups of other prompts. This changes which prompts are trained on."""
 
     dynamic_sampling_max_draws: int = 10
-    """With `dynamic_sampling`, the most generation batches to draw to fill one, including the first."""
+    """With `dynamic_sampling`, the most generation batches to draw until one is full, including the first."""
 
     sampler_check: str = field(default="warn", metadata={"choices": ["warn", "stop", "off"]})
     """What to do if vLLM's log-probs suddenly differ from the policy's by more than rounding. `"warn"`: log one
