@@ -5,8 +5,9 @@
 
 Generation is not measured: completions come from a script (steps.py), so a step is its log-prob passes, backward and
 optimizer step, with tokenization and rewards. Model and data are random and made on the fly, without a network. Stock
-and ours take turns, on the same model, data and seed; turns.py describes the values. Config fields that are not in a
-line's `shape` have their defaults. Benchmarks:
+and ours take turns, on the same model, data and seed; turns.py describes the values. A line's `shape` has the config
+fields that differ between benchmarks. steps.py sets others, such as `gradient_checkpointing=False`. The rest have their
+defaults. Benchmarks:
 
 - `grpo_step_lora`, `grpo_step_full`: 4 groups of 8 completions, from 1/8 of the longest to the longest, in
   micro-batches of 8 rows. All rewards of one group are equal. On a GPU, frozen weights are bf16, and trained ones fp32

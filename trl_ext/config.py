@@ -74,13 +74,14 @@ class AddedFields:
     """The fields that trl_ext adds to every config."""
 
     head: str = field(default="tiled", metadata={"choices": list(HEADS)})
-    """How log-probs are computed. `"tiled"` never builds the logits, `"dense"` builds all of a batch."""
+    """How log-probs are computed. `"tiled"` never builds the logits, `"dense"` builds those of a whole batch."""
 
     head_chunk_size: int | None = None
-    """Tokens in a tile of the head: memory and speed, not results. `None`: chosen automatically."""
+    """Tokens in a tile of the head. Changes memory and speed, and results only by rounding. `None`: chosen
+    automatically."""
 
     head_kernels: str | None = field(default=None, metadata={"choices": list(KERNELS)})
-    """The head's kernels between its matrix products; results differ by fp32 rounding. `None`: Triton where it
+    """Kernels between the head's matrix products. Their results differ by fp32 rounding. `None`: Triton where it
     compiles."""
 
     padding_free: bool | None = None
@@ -88,12 +89,12 @@ class AddedFields:
     padded batch, as in TRL."""
 
     share_prompts: bool | None = None
-    """Process leading tokens once for all rows that share them. `None`: where this does not change training, as it
-    would with active dropout. `True`: an error if it is not possible."""
+    """Process leading tokens once for all rows that share them. `None`: unless this changes training, as with active
+    dropout. `True`: an error if it is not possible."""
 
     policy_adapter_name: str | None = None
-    """The adapter of a `PeftModel` to train. `None`: the active one. Without `ref_adapter_name`, the named adapter
-    before training is the reference."""
+    """The adapter of a `PeftModel` to train. `None`: the active one. Without `ref_adapter_name`, the reference is the
+    named adapter as it was before training."""
 
     on_non_finite_loss: str | None = field(default=None, metadata={"choices": list(ON_NON_FINITE_LOSS)})
     """What to do if a training loss is NaN or infinite on any rank. `"stop"`: raise an error that names the rows and
@@ -104,8 +105,8 @@ class AddedFields:
     and where the model is."""
 
     as_trl: bool = False
-    """Train exactly as stock TRL, to see if a problem is one of trl_ext: nothing is skipped, and TRL's LM head runs.
-    Fields of features that TRL lacks are an error; the others have no effect."""
+    """Train exactly as stock TRL, to see if trl_ext causes a problem: nothing is skipped, and TRL's LM head runs. Added
+    fields for features that TRL lacks are an error; the others have no effect."""
 
     def __post_init__(self) -> None:
         check_declared(self, AddedFields)
@@ -160,7 +161,7 @@ class AddedReferenceFields(AddedFields):
 
     ref_adapter_name: str | None = None
     """The adapter of a `PeftModel` that is the frozen reference. `None`: as in TRL, the base model for a fresh adapter,
-    else the adapter before training."""
+    else the adapter as it was before training."""
 
     def __post_init__(self) -> None:
         check_declared(self, AddedReferenceFields)
@@ -178,7 +179,7 @@ class AddedStoreFields(AddedReferenceFields):
     """The fields of trainers with a store of reference log-probs, in addition to [`AddedReferenceFields`]."""
 
     reference_store: str = field(default="disk", metadata={"choices": ["disk", "memory", "off"]})
-    """Where to keep reference log-probs, so that each sequence is scored once. `"disk"`: also for later runs.
+    """Where to keep reference log-probs, so that each sequence is scored once. `"disk"`: for this and later runs.
     `"memory"`: for this run. `"off"`: the reference scores every micro-batch, as in TRL."""
 
     reference_store_dir: str | None = None
@@ -219,12 +220,12 @@ class AddedStepFields(AddedReferenceFields):
     """The fields of trainers that rearrange an optimizer step, in addition to [`AddedReferenceFields`]."""
 
     balance: bool = True
-    """Move completions (pairs in DPO) between ranks and micro-batches of an optimizer step, so that all cost about the
-    same, where this changes no gradient. `False`: each rank trains on its own rows."""
+    """Where this changes no gradient, move completions (pairs in DPO) between ranks and micro-batches of an optimizer
+    step, so that these take about the same time. `False`: each rank trains on its own rows."""
 
     max_tokens_per_micro_batch: int | None = None
-    """The most tokens in one forward pass of the policy in training; a longer row runs alone. Where no gradient
-    changes, the rows of an optimizer step run together in few passes."""
+    """The most tokens in one forward pass of the policy in training; a longer row runs alone. Where this changes no
+    gradient, the rows of an optimizer step run together in few passes."""
 
     def __post_init__(self) -> None:
         check_declared(self, AddedStepFields)
@@ -237,8 +238,8 @@ class AddedGroupFields(AddedReferenceFields):
     """The fields of trainers that sample groups of completions, in addition to [`AddedReferenceFields`]."""
 
     zero_advantages_of_equal_rewards: bool = True
-    """Set the advantages of a group of GRPO, and of RLOO with `beta=0`, to 0 if all its rewards are bitwise equal,
-    where zero-advantage completions can be skipped. `False`: TRL's, which may be rounding noise."""
+    """In GRPO, and in RLOO with `beta=0`, set a group's advantages to 0 if all its rewards are bitwise equal and
+    zero-advantage completions can be skipped. `False`: keep TRL's advantages, which may be rounding noise."""
 
     generate_fewer_rows: bool = True
     """Run `generate` on each distinct prompt once and without finished completions, where this changes no sample.
@@ -246,8 +247,8 @@ class AddedGroupFields(AddedReferenceFields):
 
     keep_groups_together: bool | None = None
     """Put the completions of a prompt into one micro-batch, within one optimizer step. `None`: if this changes no
-    gradient. `True`: an error if it would, or would save nothing; overrides of a subclass must then work on any rows,
-    and with `max_tokens_per_micro_batch` on none. `False`: TRL's order."""
+    gradient. `True`: an error if this would change a gradient or save nothing. A subclass's overrides must then work on
+    any rows and, with `max_tokens_per_micro_batch`, on no rows. `False`: TRL's order."""
 
     def __post_init__(self) -> None:
         check_declared(self, AddedGroupFields)
@@ -264,14 +265,14 @@ class AddedDPOFields(AddedStepFields, AddedStoreFields):
     columns `chosen_reward` and `rejected_reward`."""
 
     rpo_average_log_probs: bool = False
-    """Average the log-ratios of a completion's tokens in the RPO loss types, instead of summing them."""
+    """In the RPO loss types, average the log-ratios of a completion's tokens instead of summing them."""
 
     sft_label_smoothing: float = 0.0
     """Label smoothing over the vocabulary in the loss type `"sft"`, in [0, 1)."""
 
     sft_label_smoothing_convention: str = field(default="pytorch", metadata={"choices": list(CONVENTIONS)})
-    """How `sft_label_smoothing=a` spreads over K tokens. `"pytorch"`: `a / K` for each and `1 - a` more for the target.
-    `"megatron"`: `1 - a` for the target and `a / (K - 1)` for each other token."""
+    """How `sft_label_smoothing=a` spreads over a vocabulary of K tokens. `"pytorch"`: `a / K` for each and `1 - a` more
+    for the target. `"megatron"`: `1 - a` for the target and `a / (K - 1)` for each other token."""
 
     def __post_init__(self) -> None:
         check_declared(self, AddedDPOFields)
@@ -290,12 +291,12 @@ class AddedGRPOFields(AddedGroupFields, AddedStepFields):
     """Keep activations in host memory between forward and backward. Needs an accelerator."""
 
     force_on_policy_ratio: bool = False
-    """Require a ratio of policy to old policy of exactly 1: an error unless each generation batch is one training
-    batch, used once."""
+    """Require that the ratio of policy to old policy is exactly 1. An error unless each generation batch trains one
+    optimizer step, once."""
 
     trust_sampling_log_probs: bool = False
-    """Use the log-probs of the sampler (vLLM or a `rollout_func`) as the old policy's. Their difference then biases the
-    ratio."""
+    """Use the log-probs of the sampler (vLLM or a `rollout_func`) as the old policy's. The difference between the two
+    then biases the ratio."""
 
     keep_sampling_mask: bool = False
     """With `top_k`, `top_p` or `min_p`, normalise log-probs and entropy over the tokens that the sampler could choose
@@ -305,14 +306,14 @@ class AddedGRPOFields(AddedGroupFields, AddedStepFields):
     """Replace zero-advantage groups by groups of other prompts. This changes which prompts are trained on."""
 
     dynamic_sampling_max_draws: int = 10
-    """With `dynamic_sampling`, the most generation batches to draw for one, including the first."""
+    """With `dynamic_sampling`, the most generation batches to draw until one is full, including the first."""
 
     sampler_check: str = field(default="warn", metadata={"choices": ["warn", "stop", "off"]})
     """What to do if vLLM's log-probs suddenly differ from the policy's by more than rounding. `"warn"`: log one
-    warning. `"stop"`: raise an error on all ranks."""
+    warning. `"stop"`: raise an error on all ranks. `"off"`: no check."""
 
     vllm_engine_args: dict | str | None = None  # type: ignore[type-arg]  # the parser's own form
-    """Further arguments of vLLM's engine in colocated mode, such as `{"dtype": "float32"}`, in place of those that TRL
+    """Arguments of vLLM's engine in colocated mode, such as `{"dtype": "float32"}`. They override those that TRL
     passes."""
 
     def __post_init__(self) -> None:

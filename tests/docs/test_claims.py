@@ -13,7 +13,7 @@ CPU = {run.benchmark: run for run in RUNS if run.device.startswith("CPU")}
 H200 = {run.benchmark: run for run in RUNS if run.device == "NVIDIA H200"}
 FIGURE = re.compile(r"\d[\d.,]*\s(?:s|ms|MiB|GiB|times|%)(?!\w)")
 # Not measured here: another project's table, and the time of `make demo` and `make test`
-SOURCED = ("In verl, such passes take 14 to 19 % of a",)
+SOURCED = ("such passes take 14 to 19 % of a",)
 
 
 def prose(name: str) -> str:
@@ -47,18 +47,19 @@ def claims() -> list[str]:
     return [
         f"With LoRA in fp32, a DPO step on short answers takes {instead_of(dpo)}, on rows of up to 512 tokens "
         f"{instead_of(long)}.",
-        "With prompts of about 100 tokens, 8 answers to each of up to 8 tokens, and equal rewards in "
+        "With prompts of about 100 tokens, 8 answers of up to 8 tokens to each, and equal rewards in "
         f"{equal_rewards:.0%} of the groups, a step takes {instead_of(grpo)}. Generation is {generation[0]:.1f} s of "
-        f"it, in TRL {generation[1]:.1f} s. With equal rewards in {fewer:.0%}, a step is "
+        f"it, in TRL {generation[1]:.1f} s. A smaller step, with equal rewards in {fewer:.0%}, is "
         f"{mixed.over('trl', 'trl_ext'):.1f} times as fast.",
         f"That GRPO step peaks at {gib(grpo, 'trl_ext'):.1f} GiB instead of {gib(grpo, 'trl'):.1f} GiB on a CPU, where "
-        "TRL's fused LM head has no kernels. On an H200, where it has, GRPO with LoRA of 0.6 billion weights peaks at "
-        f"{gib(of_gpu, 'trl_ext'):.1f} GiB instead of {gib(of_gpu, 'trl'):.1f} GiB, without generation.",
-        f"on an H200, a first epoch took {slower:.1f} times TRL's time with 0.6 billion weights, and "
+        "TRL's fused LM head has no kernels. On an H200, where it has, a GRPO step with LoRA on 0.6 billion weights "
+        f"peaks at {gib(of_gpu, 'trl_ext'):.1f} GiB instead of {gib(of_gpu, 'trl'):.1f} GiB, without generation and "
+        "gradient checkpointing.",
+        f"On an H200, a first epoch of DPO with LoRA took {slower:.1f} times TRL's time with 0.6 billion weights, and "
         f"{multimodal:.1f} times with a Qwen3-VL on text.",
-        f"On SmolLM2's hidden states this moves a log-prob by up to {head['trl']['max_error']:.2f}, ours by "
-        f"{head['trl_ext_torch']['max_error']:.6f}; a backbone in bf16 moves it by {max(backbone):.1f} with either "
-        "head.",
+        f"On SmolLM2's hidden states this moves log-probs by up to {head['trl']['max_error']:.2f} (our head: "
+        f"{head['trl_ext_torch']['max_error']:.6f}); a backbone in bf16 moves them by up to {max(backbone):.1f} with "
+        "either head.",
     ]
 
 
@@ -126,3 +127,20 @@ def test_the_performance_page_has_the_task_that_the_model_learns() -> None:
     )
     page = prose("docs/performance.md")
     assert [claim for claim in claims_of_task if claim not in page] == []
+
+
+def test_the_performance_page_says_what_packing_costs_where_it_saves_nothing() -> None:
+    costs = [run.over("packed", "padded") for name, run in H200.items() if name.startswith("packing_nothing_to_share")]
+    assert len(costs) == 4
+    layers = H200["packing_nothing_to_share_1x64"].shape["layers"]
+    claim = (
+        "Packing rows of equal length that share nothing costs time: forward and backward pass of "
+        f"{layers} layers take {min(costs):.2f} to {max(costs):.2f} times as long as padded."
+    )
+    assert claim in prose("docs/performance.md")
+
+
+def test_the_performance_page_says_how_much_a_loss_in_bf16_differs() -> None:
+    difference = CPU["real_dpo_lora_bf16_equal"].lines["trl_ext"]["differences"]["loss"]
+    claim = f"In DPO with bf16 weights, the loss differs from TRL's by up to {difference:.0%}, because"
+    assert spaced(claim) in prose("docs/performance.md")
