@@ -96,9 +96,7 @@ def test_samples_are_those_of_stock_trl(kind: str, workshop: Workshop, tmp_path:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_only_distinct_prompts_and_unfinished_rows_are_embedded(
-    kind: str, workshop: Workshop, tmp_path: Path
-) -> None:
+def test_only_distinct_prompts_and_unfinished_rows_are_embedded(kind: str, workshop: Workshop, tmp_path: Path) -> None:
     run = Run(kind, workshop, tmp_path / "a", max_steps=1, beta=0.0)
     tokenizer = run.trainer.processing_class
     (samples,), (texts,) = run.samples, run.prompts

@@ -115,8 +115,9 @@ FEATURES = {
         "runs every copy of a prompt, and finished completions, in `generate`",
         {
             "transformers.generation.utils:GenerationMixin": "_prefill _get_stopping_criteria",
-            "transformers.generation": "GenerationMode",
-            "transformers.cache_utils:Cache": "reorder_cache",
+            "transformers.generation.stopping_criteria:*": "*",
+            "transformers.cache_utils": "*",
+            "transformers.cache_utils:Cache": "*",
         },
         trainers="GRPOTrainer RLOOTrainer",
     ),

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache, StoppingCriteriaList
 from transformers.cache_utils import Cache
-from transformers.generation import GenerationMode
 
 from .replaced import replaced
 
@@ -63,10 +62,10 @@ class GenerateRows:
         get_criteria = model._get_stopping_criteria
 
         @wraps(run_prefill)
-        def prefill(input_ids: Tensor, generation_config: Any, model_kwargs: Any, *positional: Any, **options: Any) -> Any:
+        def prefill(*positional: Any, **options: Any) -> Any:
             self._is_prefill = True
             try:
-                return self._prefill(run_prefill, input_ids, generation_config, model_kwargs, *positional, **options)
+                return self._prefill(run_prefill, *positional, **options)
             finally:
                 self._is_prefill = False
 
@@ -177,8 +176,9 @@ class _RecordingCriteria(StoppingCriteriaList):
 
 def _check_config(config: Any) -> None:
     """Raise `UnprovenError` for an option with which rows or forwards are others than those of plain sampling."""
-    if config.get_generation_mode() not in (GenerationMode.SAMPLE, GenerationMode.GREEDY_SEARCH):
-        raise UnprovenError(f"it uses {config.get_generation_mode().value}")
+    mode = config.get_generation_mode().value
+    if mode not in ("sample", "greedy_search"):
+        raise UnprovenError(f"it uses {mode}")
     if not config.use_cache:
         raise UnprovenError("it has no cache (`use_cache=False`)")
     if (config.guidance_scale or 1) != 1:
@@ -213,7 +213,7 @@ def _cache_of(inputs: Any) -> Any:
 
 
 def _distinct_rows(input_ids: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return the first row of each distinct one, `(R,)`, and for each row of the batch its place among those, `(B,)`."""
+    """Return the first row of each distinct prompt, `(R,)`, and for each row of the batch its place there, `(B,)`."""
     keys = input_ids if mask is None else torch.cat([input_ids, mask.to(input_ids.dtype)], dim=1)
     places: dict[tuple[int, ...], int] = {}
     first_rows: list[int] = []

@@ -512,9 +512,7 @@ def as_one_micro_batch(trainer: SampledInternals, micro_batches: int) -> Iterato
         yield
 
 
-def without_passes(
-    trainer: SampledInternals, generating: Callable[[], AbstractContextManager[None]]
-) -> Generation:
+def without_passes(trainer: SampledInternals, generating: Callable[[], AbstractContextManager[None]]) -> Generation:
     """Return TRL's generation without its log-prob passes, which run later."""
 
     def no_pass(*_: Any, **__: Any) -> tuple[None, None, None]:

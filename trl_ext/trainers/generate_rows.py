@@ -4,18 +4,20 @@ import copy
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from ..compat.generate import GenerateRows, UnprovenError
 from ..compat.replaced import replaced
 from ..distributed.ranks import Ranks
 from ..packing.first_batch import is_coarse, undisturbed
 from ..packing.support import has_experts
 from ..planning.sampled import GenerateFacts
 from ..reference.weights import base_of
+
+if TYPE_CHECKING:
+    from ..compat.generate import GenerateRows
 
 logger = logging.getLogger("trl_ext")
 
@@ -38,6 +40,7 @@ class FewerRows:
         self.trainer = trainer
         self.ranks = ranks
         self._is_checked = False
+        self._checked_tokens = 0
         self._unproven_reason: str | None = None  # found while generating
 
     def facts(self) -> GenerateFacts:
@@ -92,29 +95,30 @@ class FewerRows:
 
     def _generate(self, run: Callable[..., Any], arguments: dict[str, Any]) -> Any:
         """Generate with fewer rows. If that is not proven to change nothing, draw again as TRL does."""
+        from ..compat.generate import GenerateRows, UnprovenError  # internals that may have moved
+
         device = arguments["input_ids"].device
         rng = torch if device.type == "cpu" else torch.get_device_module(device)
         random_state = rng.get_rng_state()
-        rows = GenerateRows(base_of(self.trainer.model), looks_for_state=not self._is_checked)
+        is_first = not self._is_checked
+        rows = GenerateRows(base_of(self.trainer.model), looks_for_state=is_first)
         try:
             with rows.running():
                 ids = run(**arguments)
-            checked_tokens = 0
-            if not self._is_checked:
-                checked_tokens = self._check(run, arguments, ids, rows)
-                self._is_checked = True
+            difference = self._difference(run, arguments, ids, rows) if is_first else None
         except UnprovenError as error:
-            reason = str(error)
+            difference = str(error)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # of any model's code, which may need the rows of the batch
-            if self._is_checked:
+            if not is_first:
                 raise
-            reason = f"fewer rows raise {type(error).__name__}: {error}"
-        else:
-            self._count(rows.tokens, rows.trl_tokens, checked_tokens)
+            difference = f"fewer rows raise {type(error).__name__}: {error}"
+        if difference is None:
+            self._is_checked = True
+            self._count(rows.tokens, rows.trl_tokens, checked_tokens=self._checked_tokens if is_first else 0)
             return ids
-        self._unproven_reason = reason
+        self._unproven_reason = difference
         rng.set_rng_state(random_state)
         return self._generate_all_rows(run, **arguments)
 
@@ -125,13 +129,15 @@ class FewerRows:
             self._count(tokens, tokens)
         return ids
 
-    def _check(self, run: Callable[..., Any], arguments: dict[str, Any], ids: Tensor, rows: GenerateRows) -> int:
-        """Compare the last step with a plain `generate` of a few rows: their tokens but the last, then one step.
+    def _difference(
+        self, run: Callable[..., Any], arguments: dict[str, Any], ids: Tensor, rows: GenerateRows
+    ) -> str | None:
+        """Return how fewer rows change logits, the same on all ranks, each of which runs one forward; `None` if not.
 
-        All of what fewer rows do to the cache has happened by then. Every rank runs one forward. Returns its tokens.
+        A plain `generate` repeats the last step of a few rows. What fewer rows do to the cache has happened by then.
 
-        Raises:
-            `UnprovenError`: on any rank, the logits differ.
+        Args:
+            ids: what `generate` returned, `(B, S)`.
         """
         assert rows.last_step is not None
         rows_R, logits_RV = rows.last_step
@@ -139,26 +145,26 @@ class FewerRows:
         mask_RS = torch.ones_like(ids_RS)
         prompt_mask = arguments["attention_mask"][rows_R]
         mask_RS[:, : prompt_mask.size(1)] = prompt_mask
+        self._checked_tokens = ids_RS.numel()
         config = copy.deepcopy(arguments["generation_config"])
         config.update(max_new_tokens=1, min_new_tokens=None, return_dict_in_generate=True, output_logits=True)
         model = self.trainer.model
         with undisturbed(model, ids.device):
             outputs = run(input_ids=ids_RS, attention_mask=mask_RS, generation_config=config)
-        expected_RV = outputs.logits[0]
-        is_compared_RV = logits_RV.isfinite() & expected_RV.isfinite()
-        difference_R = ((logits_RV.float() - expected_RV.float()) * is_compared_RV).nan_to_num().norm(dim=1)
-        relative_R = difference_R / (expected_RV.float() * is_compared_RV).nan_to_num().norm(dim=1).clamp(min=1e-30)
+        expected_RV = outputs.logits[0].float()
         coarse = is_coarse(model, logits_RV)
+        # Some models exclude classes with a logit of -inf
+        expected_RV = expected_RV.masked_fill(~expected_RV.isfinite(), 0.0)
+        logits_RV = logits_RV.float().masked_fill(~logits_RV.isfinite(), 0.0)
+        relative_R = (logits_RV - expected_RV).norm(dim=1) / expected_RV.norm(dim=1).clamp(min=1e-30)
         is_outlier_R = relative_R > (_COARSE_TOLERANCE if coarse else _TOLERANCE)
         allowed_share = _OUTLIERS if coarse or has_experts(model) else 0.0
-        if self.ranks.any(bool(is_outlier_R.float().mean() > allowed_share)):
-            raise UnprovenError(
-                "in the first generation, logits of fewer rows differ from those of all rows by "
-                f"{float(relative_R.max()):.2g} of their norm"
-            )
-        return ids_RS.numel()
+        if not self.ranks.any(bool(is_outlier_R.float().mean() > allowed_share)):
+            return None
+        largest = float(relative_R.max())
+        return f"in the first generation, logits of fewer rows differ from those of all by {largest:.2g} of their norm"
 
-    def _count(self, tokens: int, trl_tokens: int, checked_tokens: int = 0) -> None:
+    def _count(self, tokens: int, trl_tokens: int, *, checked_tokens: int = 0) -> None:
         tokens, trl_tokens, checked_tokens = self.ranks.sum_counts([tokens, trl_tokens, checked_tokens])
         mode = "train" if self.trainer.model.training else "eval"
         self.trainer.token_counts.add_generation(mode, tokens, checked_tokens)
