@@ -198,6 +198,8 @@ def _check_cache(cache: Any, *, is_new: bool = False) -> None:
         raise UnprovenError(f"its cache is a `{type(cache).__name__}`")
     if is_new and _has_past(cache):
         raise UnprovenError("its cache is not empty")
+    if not is_new and not _has_past(cache):
+        raise UnprovenError("its forward uses no cache")
 
 
 def _has_past(cache: Any) -> bool:

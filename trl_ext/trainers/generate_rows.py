@@ -130,7 +130,7 @@ class FewerRows:
         return ids
 
     def _difference(
-        self, run: Callable[..., Any], arguments: dict[str, Any], ids: Tensor, rows: GenerateRows
+        self, run: Callable[..., Any], arguments: dict[str, Any], ids: Tensor, rows: "GenerateRows"
     ) -> str | None:
         """Return how fewer rows change logits, the same on all ranks, each of which runs one forward; `None` if not.
 
