@@ -243,7 +243,7 @@ class AddedGroupFields(AddedReferenceFields):
 
     generate_fewer_rows: bool = True
     """Run `generate` on each distinct prompt once and without finished completions, where this changes no sample.
-    `False`: on all rows, as in TRL. vLLM does not need it."""
+    `False`: on all rows, as in TRL."""
 
     keep_groups_together: bool | None = None
     """Put the completions of a prompt into one micro-batch, within one optimizer step. `None`: if this changes no

@@ -51,30 +51,43 @@ class Counts:
 
 
 @contextmanager
-def without_generation(feeds: list[Feed]) -> Iterator[None]:
-    """Drop what `generate` processes in the `with` block from `feeds`."""
+def generation_apart(feeds: list[Feed]) -> Iterator[list[Feed]]:
+    """Move what `generate` processes in the `with` block from `feeds` to the returned list."""
     plain = GenerationMixin.generate
+    generation: list[Feed] = []
 
     def generate(*positional: Any, **keywords: Any) -> Any:
         before = len(feeds)
         output = plain(*positional, **keywords)
+        generation.extend(feeds[before:])
         del feeds[before:]
         return output
 
     GenerationMixin.generate = generate
     try:
-        yield
+        yield generation
     finally:
         GenerationMixin.generate = plain
 
 
-def run(case: Case, trainers: Trainers, workshop: Workshop, folder: Path, resume: Any = None) -> list[Feed]:
-    """Train, and return the forwards of training, without those of generation and evaluation."""
+@dataclass
+class Forwards:
+    """The forwards of a training, without those of evaluation."""
+
+    passes: list[Feed]
+    generation: list[Feed]
+
+    @property
+    def tokens(self) -> int:
+        return total(self.passes) + total(self.generation)
+
+
+def run(case: Case, trainers: Trainers, workshop: Workshop, folder: Path, resume: Any = None) -> Forwards:
     record = Record()
     trainer = build(case, trainers, workshop, str(folder), record)
-    with without_generation(record.feeds):
+    with generation_apart(record.feeds) as generation:
         trainer.train(resume)
-    return [x for x in record.feeds if x.training]
+    return Forwards(*([x for x in feeds if x.training] for feeds in (record.feeds, generation)))
 
 
 def total(feeds: list[Feed], what: str = "tokens") -> int:
@@ -114,18 +127,18 @@ def test_the_tokens_are_those_that_hooks_count(
     assert not caplog.messages
     ours = run(case, OURS, workshop, tmp_path / "ours")
     counts = Counts.read(caplog.messages)
-    assert (counts.tokens, counts.of_trl) == (total(ours), total(stock))
+    assert (counts.tokens, counts.of_trl) == (ours.tokens, stock.tokens)
     assert counts.tokens < counts.of_trl or "padded" in name
     # A pass in several parts counts once; the reference's passes count where their log-probs are stored
     if name not in ("grpo-parts", "dpo-parts", "dpo-padded", "kto-padded"):
-        assert counts.passes == max(0, len(stock) - len(ours))
+        assert counts.passes == max(0, len(stock.passes) - len(ours.passes))
     padded = Record()
     if counts.rows:  # a packed row is one
         trainer = build(case, OURS.padded(), workshop, str(tmp_path / "padded"), padded)
-        with without_generation(padded.feeds):
+        with generation_apart(padded.feeds):
             trainer.train()
         policy = [x for x in padded.feeds if x.training and x.grad]
-        assert counts.rows == total([x for x in stock if x.grad], "rows") - total(policy, "rows")
+        assert counts.rows == total([x for x in stock.passes if x.grad], "rows") - total(policy, "rows")
     assert bool(counts.rows) == (name in ("grpo-dead-group", "rloo"))
 
 
@@ -142,9 +155,9 @@ def test_a_resumed_run_counts_what_it_trains_itself(
         caplog.clear()
         of_steps.append(run(case, library, workshop, folder, resume=str(folder / "checkpoint-2")))
     stock, ours = of_steps
-    assert {x.step for x in stock} == {x.step for x in ours} == {2}
+    assert {x.step for x in stock.passes} == {x.step for x in ours.passes} == {2}
     counts = Counts.read(caplog.messages)
-    assert (counts.tokens, counts.of_trl) == (total(ours), total(stock))
+    assert (counts.tokens, counts.of_trl) == (ours.tokens, stock.tokens)
 
 
 def test_each_training_counts_anew(workshop: Workshop, tmp_path: Path, caplog: pytest.LogCaptureFixture):
@@ -171,12 +184,13 @@ def of_ranks(rank: Rank, trainers: Trainers, name: str) -> dict[str, Any]:
     record = Record()
     folder = str(rank.folder / f"{name}-{trainers is OURS}")
     trainer = build(case, trainers, Workshop(Path(os.environ["TINY_ROOT"])), folder, record)
-    with without_generation(record.feeds):
+    with generation_apart(record.feeds) as generation:
         trainer.train()
     rank.check(trainer)
     logging.getLogger("trl_ext").removeHandler(collector)
-    feeds = [x for x in record.feeds if x.training]
-    return {"tokens": total(feeds), "forwards": len(feeds), "messages": messages}
+    passes = [x for x in record.feeds if x.training]
+    tokens = total(passes) + total([x for x in generation if x.training])
+    return {"tokens": tokens, "forwards": len(passes), "messages": messages}
 
 
 FAST_ON_RANKS = ("dpo-accumulation", "grpo-accumulation")
