@@ -173,7 +173,7 @@ def test_a_feature_that_trl_lacks_is_an_error(name: str, tmp_path: Path):
 
 
 def test_a_loss_that_trl_lacks_is_an_error(tmp_path: Path):
-    with pytest.raises(ValueError, match=r"has no loss type 'cdpo'\. Remove it\."):
+    with pytest.raises(ValueError, match=r"has no loss type 'cdpo'\. Remove one of the two\."):
         trl_ext.DPOConfig(
             output_dir=str(tmp_path), bf16=False, use_cpu=True, as_trl=True, loss_type=["sigmoid", "cdpo"]
         )

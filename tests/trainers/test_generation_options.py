@@ -41,7 +41,7 @@ MISTAKES: dict[str, tuple[Callable[[Bench, str], None], str]] = {
     "several sequences": (
         sampled(num_return_sequences=2),
         "`generation_kwargs` has `num_return_sequences=2`, but TRL samples one completion for each row of a batch. Set "
-        "`num_generations`.",
+        "`num_generations` instead.",
     ),
     "more than tokens": (
         sampled(return_dict_in_generate=True, output_scores=True),

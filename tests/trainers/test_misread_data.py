@@ -726,8 +726,8 @@ def test_completion_only_loss_without_completions_in_evaluation_is_a_warning(
 @pytest.mark.parametrize(
     ("text", "processing_class", "words"),
     [
-        ("<s> w1 w2", formatted_before, "returns text for `train_dataset` that has '<s>' at its start"),
-        ("w1 w2 w3 </s> w4", tokenizer, "returns text for `train_dataset` that has '</s>' at its end"),
+        ("<s> w1 w2", formatted_before, "text for `train_dataset` that already has the '<s>' at its start"),
+        ("w1 w2 w3 </s> w4", tokenizer, "text for `train_dataset` that already has the '</s>' at its end"),
         ("w1 w2 w3 </s>", tokenizer, None),
     ],
 )

@@ -148,8 +148,7 @@ def mixed_hint(row: dict[str, Any], kinds: Mapping[str, str]) -> str:
         holds_prompt = [any(_is_asking(one) and _text(one) == _spaced(prompt) for one in row[x]) for x in chats]
         if all(holds_prompt) and chats == ["chosen", "rejected"]:
             return (
-                "`chosen` and `rejected` hold the prompt, too. Remove the column `prompt`: "
-                '`dataset.remove_columns("prompt")`.'
+                '`chosen` and `rejected` hold the prompt, too. Remove the column: `dataset.remove_columns("prompt")`.'
             )
         if all(holds_prompt) and chats == ["completion"] and len(row["completion"]) > 1:
             return (
