@@ -38,7 +38,7 @@ def check_adapter(config: Any, ranks: TensorParallel) -> None:
     if ranks.copies > 1:
         raise ValueError(
             f"`distributed_config` splits the model over {ranks.size} ranks and shards it with FSDP2 over "
-            f"{ranks.copies} such groups. There, PEFT would create adapter matrices of the wrong shape. Train the "
+            f"{ranks.copies} such groups. With both, PEFT would create adapter matrices of the wrong shape. Train the "
             "adapter with tensor parallelism over all ranks, or with FSDP2 or DDP alone."
         )
     if config.peft_type != PeftType.LORA:
@@ -76,7 +76,7 @@ def complete_adapters(model: nn.Module, ranks: TensorParallel) -> None:
         kinds, right = ({name.rpartition(".")[2] for name in names} for names in (unsplit, layers.keys() - unsplit))
         raise ValueError(
             f"`target_modules` contains {sorted(kinds)}. Under tensor parallelism PEFT can only split adapters of "
-            "linear layers that are split by columns or by rows; other gradients would be wrong. Set "
+            "linear layers that are split by columns or by rows. Gradients of other adapters would be wrong. Set "
             f"`target_modules={sorted(right - kinds)}`."
         )
     for layer in layers.values():

@@ -506,7 +506,8 @@ class ScoringForward:
         """Why log-probs differ from TRL's, which are then not those of the model's logits."""
         if self.runs_model_code:
             difference = (
-                "computes more than a product between its last hidden states and its logits, which TRL leaves out"
+                "computes more than a product between its last hidden states and its logits, and TRL computes only the "
+                "product"
             )
         elif not self.transform.is_close(self.trl_transform):
             scale, trl_scale = self.transform.description, self.trl_transform.description
@@ -558,11 +559,16 @@ def attach_scoring_forward(model: Any, options: ScoringOptions, argument: str = 
 
     Raises:
         `ValueError`: the model is no decoder-only language model, or `cast_lm_head_to_fp32` is set and the head has an
-            adapter.
+            adapter or is no linear layer.
     """
     check_decoder(model, argument)
     if options.cast_lm_head_to_fp32:
         head = resolve_head(model.get_output_embeddings())
+        if isinstance(head, OpaqueHead) and not head.in_adapter:
+            raise ValueError(
+                f"`cast_lm_head_to_fp32=True` is not supported with this model's LM head: {head.reason}, not a plain "
+                "`torch.nn.Linear`. Set it to False."
+            )
         if isinstance(head, OpaqueHead) or head.module is not None:
             # TRL would replace the head's forward by that of a linear layer, so generation would ignore the adapter
             raise ValueError(
