@@ -118,12 +118,16 @@ FEATURES = {
             "transformers.generation.stopping_criteria:*": "*",
             "transformers.cache_utils": "*",
             "transformers.cache_utils:Cache": "*",
+            _CLASSES: "use_transformers_continuous_batching",
         },
         trainers="GRPOTrainer RLOOTrainer",
     ),
     "sampling mask": Feature(
         "does not record which tokens `generate` can choose",
-        {"transformers.generation.*": "_get_logits_processor"},
+        {
+            "transformers.generation.*": "_get_logits_processor",
+            _CLASSES: "use_transformers_continuous_batching",
+        },
         trainers="GRPOTrainer",
     ),
     "entropy ties": Feature(

@@ -6,13 +6,15 @@ from typing import Any
 
 from .plan import Decision, Facts
 
+GENERATE = "`generate`"
+
 
 @dataclass(frozen=True, kw_only=True)
 class GenerateFacts:
     """What samples the completions."""
 
-    sampler: str
-    all_rows_reason: str | None = None  # why `generate` runs all rows, whatever the plan says of randomness
+    sampler: str  # `GENERATE`, or another, for the user
+    all_rows_reason: str | None = None  # why `generate` runs all rows, apart from randomness
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +76,7 @@ def model_row_reason(facts: SampledFacts) -> str | None:
 def plan_generation(facts: SampledFacts) -> Decision:
     """Return the decision on the rows of `generate`."""
     generation = facts.generation
-    if generation.sampler != "`generate`":
+    if generation.sampler != GENERATE:
         return Decision("generation", "run", f"Completions come from {generation.sampler}.", routine=True)
     reason = generation.all_rows_reason or facts.randomness
     if reason is not None:

@@ -13,7 +13,7 @@ from ..compat.replaced import replaced
 from ..distributed.ranks import Ranks
 from ..packing.first_batch import is_coarse, undisturbed
 from ..packing.support import has_experts
-from ..planning.sampled import GenerateFacts
+from ..planning.sampled import GENERATE, GenerateFacts
 from ..reference.weights import base_of
 
 if TYPE_CHECKING:
@@ -40,46 +40,38 @@ class FewerRows:
         self.trainer = trainer
         self.ranks = ranks
         self._is_checked = False
-        self._checked_tokens = 0
         self._unproven_reason: str | None = None  # found while generating
 
     def facts(self) -> GenerateFacts:
         """Return what the plan must know of generation."""
         trainer = self.trainer
-        options = trainer._added_fields.of(trainer.args)
         if trainer.use_vllm:
             return GenerateFacts(sampler="vLLM")
-        if getattr(trainer, "rollout_func", None) is not None:
+        if getattr(trainer, "rollout_func", None) is not None:  # RLOO has none
             return GenerateFacts(sampler="`rollout_func`")
         if trainer._replaces("generation"):
             return GenerateFacts(sampler="an overridden method")
-        if trainer.use_transformers_continuous_batching:
+        reason = trainer._features.why_off("fewer rows in generation")
+        if reason is None and trainer.use_transformers_continuous_batching:
             return GenerateFacts(sampler="transformers' continuous batching")
-        reason = trainer._features.why_off("fewer rows in generation") or self._unproven_reason
-        if not options.generate_fewer_rows:
+        if not trainer._added_fields.of(trainer.args).generate_fewer_rows:
             reason = "`generate_fewer_rows=False`"
-        elif reason is None and any(config.is_prompt_learning for config in self._adapters()):
+        elif any(config.is_prompt_learning for config in getattr(trainer.model, "peft_config", {}).values()):
             reason = "the adapter adds virtual tokens to each row"
-        return GenerateFacts(sampler="`generate`", all_rows_reason=reason)
-
-    def _adapters(self) -> list[Any]:
-        return list(getattr(self.trainer.model, "peft_config", {}).values())
+        return GenerateFacts(sampler=GENERATE, all_rows_reason=reason or self._unproven_reason)
 
     def _all_rows_reason(self) -> str | None:
         """Return why this call of `generate` runs all rows; `None` if it does not."""
-        facts = self.facts()
-        if facts.sampler != "`generate`":
-            return facts.sampler
         randomness = self.trainer._randomness()
         if randomness is not None and (self.trainer.model.training or not randomness.in_training_only):
             return str(randomness.reason)
-        return facts.all_rows_reason
+        return self.facts().all_rows_reason
 
     @contextmanager
     def generating(self) -> Iterator[None]:
         """Let the model run fewer rows in the `with` block, in which TRL may call `generate`."""
         trainer = self.trainer
-        if self.facts().sampler != "`generate`":
+        if self.facts().sampler != GENERATE:
             yield
             return
         run = trainer.model.generate
@@ -102,23 +94,28 @@ class FewerRows:
         random_state = rng.get_rng_state()
         is_first = not self._is_checked
         rows = GenerateRows(base_of(self.trainer.model), looks_for_state=is_first)
+        reason = None
         try:
             with rows.running():
                 ids = run(**arguments)
-            difference = self._difference(run, arguments, ids, rows) if is_first else None
         except UnprovenError as error:
-            difference = str(error)
+            reason = str(error)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # of any model's code, which may need the rows of the batch
             if not is_first:
                 raise
-            difference = f"fewer rows raise {type(error).__name__}: {error}"
-        if difference is None:
+            reason = f"fewer rows raise {type(error).__name__}: {error}"
+        checked_tokens = 0
+        if is_first:
+            if reason is None:
+                reason, checked_tokens = self._difference(run, arguments, ids, rows)
+            reason = next(filter(None, self.ranks.gather_objects(reason)), None)
             self._is_checked = True
-            self._count(rows.tokens, rows.trl_tokens, checked_tokens=self._checked_tokens if is_first else 0)
+        if reason is None:
+            self._count(rows.tokens, rows.trl_tokens, checked_tokens=checked_tokens)
             return ids
-        self._unproven_reason = difference
+        self._unproven_reason = reason
         rng.set_rng_state(random_state)
         return self._generate_all_rows(run, **arguments)
 
@@ -131,10 +128,11 @@ class FewerRows:
 
     def _difference(
         self, run: Callable[..., Any], arguments: dict[str, Any], ids: Tensor, rows: "GenerateRows"
-    ) -> str | None:
-        """Return how fewer rows change logits, the same on all ranks, each of which runs one forward; `None` if not.
+    ) -> tuple[str | None, int]:
+        """Return how fewer rows change logits, `None` if they do not, and the tokens that it took to find out.
 
         A plain `generate` repeats the last step of a few rows. What fewer rows do to the cache has happened by then.
+        Each rank runs one forward.
 
         Args:
             ids: what `generate` returned, `(B, S)`.
@@ -145,7 +143,6 @@ class FewerRows:
         mask_RS = torch.ones_like(ids_RS)
         prompt_mask = arguments["attention_mask"][rows_R]
         mask_RS[:, : prompt_mask.size(1)] = prompt_mask
-        self._checked_tokens = ids_RS.numel()
         config = copy.deepcopy(arguments["generation_config"])
         config.update(max_new_tokens=1, min_new_tokens=None, return_dict_in_generate=True, output_logits=True)
         model = self.trainer.model
@@ -159,10 +156,13 @@ class FewerRows:
         relative_R = (logits_RV - expected_RV).norm(dim=1) / expected_RV.norm(dim=1).clamp(min=1e-30)
         is_outlier_R = relative_R > (_COARSE_TOLERANCE if coarse else _TOLERANCE)
         allowed_share = _OUTLIERS if coarse or has_experts(model) else 0.0
-        if not self.ranks.any(bool(is_outlier_R.float().mean() > allowed_share)):
-            return None
+        if is_outlier_R.float().mean() <= allowed_share:
+            return None, ids_RS.numel()
         largest = float(relative_R.max())
-        return f"in the first generation, logits of fewer rows differ from those of all by {largest:.2g} of their norm"
+        reason = (
+            f"in the first generation, logits of fewer rows differ from those of all by {largest:.2g} of their norm"
+        )
+        return reason, ids_RS.numel()
 
     def _count(self, tokens: int, trl_tokens: int, *, checked_tokens: int = 0) -> None:
         tokens, trl_tokens, checked_tokens = self.ranks.sum_counts([tokens, trl_tokens, checked_tokens])
