@@ -48,7 +48,7 @@ def claims() -> list[str]:
         f"With LoRA in fp32, a DPO step on short answers takes {instead_of(dpo)}, on rows of up to 512 tokens "
         f"{instead_of(long)}.",
         "With prompts of about 100 tokens, 8 answers of up to 8 tokens to each, and equal rewards in "
-        f"{equal_rewards:.0%} of the groups, a step takes {instead_of(grpo)}. Generation is {generation[0]:.1f} s of "
+        f"{equal_rewards:.0%} of the groups, a GRPO step takes {instead_of(grpo)}. Generation is {generation[0]:.1f} s of "
         f"it, in TRL {generation[1]:.1f} s. A smaller step, with equal rewards in {fewer:.0%}, is "
         f"{mixed.over('trl', 'trl_ext'):.1f} times as fast.",
         f"That GRPO step peaks at {gib(grpo, 'trl_ext'):.1f} GiB instead of {gib(grpo, 'trl'):.1f} GiB on a CPU, where "
