@@ -82,8 +82,8 @@ def attach(model: nn.Module, **options: Any) -> None:
         return
     if "_original_forward" in causal_model.__dict__ or "_original_forward" in model.__dict__:
         raise RuntimeError(
-            "`accelerator.prepare` has wrapped this model's forward for mixed precision. A forward that `attach` adds "
-            "now would score outside of it. Call `attach(model)` before `accelerator.prepare(model)`."
+            "`accelerator.prepare` has wrapped this model's forward for mixed precision. Scoring that `attach` adds "
+            "now would run without mixed precision. Call `attach(model)` before `accelerator.prepare(model)`."
         )
     _attached[causal_model] = ref(attach_scoring_forward(causal_model, scoring_options))
 

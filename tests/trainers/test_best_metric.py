@@ -165,8 +165,8 @@ def test_a_metric_of_the_last_set_is_a_warning(
     sets = {"a": PAIRS, "b": PAIRS}
     train(Bench(workshop, tmp_path), "dpo", "rewards/margins", eval_dataset=sets)
     assert (
-        "is the metric of the last evaluation set. To use that of a certain set, choose from: 'eval_a_rewards/margins'"
-        in caplog.text
+        "is the metric of the last evaluation set. To use the metric of a certain set, choose from: "
+        "'eval_a_rewards/margins'" in caplog.text
     )
     caplog.clear()
     trainer = train(Bench(workshop, tmp_path), "dpo", "b_rewards/margins", eval_dataset=sets)

@@ -227,7 +227,7 @@ DOUBTFUL: dict[str, tuple[str, Callable[[], Dataset], Callable[[], Any], str]] =
         lambda: rows({"messages": [{"role": "developer", "content": "Be brief."}, user("a"), assistant("b")]}, times=2),
         chat_tokenizer,
         "has the role 'developer' in row 0, but the chat template of `processing_class` does not render messages with "
-        "this role. Give them a role that the template renders, or remove them.",
+        "this role. Give such messages a role that the template renders, or remove them.",
     ),
     "BOS in text that was formatted before": (
         "sft",

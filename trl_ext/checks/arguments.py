@@ -501,7 +501,7 @@ def padding_reason(trainer: Any) -> str | None:
     if trainer.neftune_noise_alpha is not None:
         return "the noise of `neftune_noise_alpha` depends on the width of the batch"
     if trainer.args.n_gpu > 1:
-        return "one process uses several GPUs; start one process per GPU (`accelerate launch`)"
+        return "one process uses several GPUs (`accelerate launch` starts one process per GPU)"
     return None
 
 

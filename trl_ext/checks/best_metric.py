@@ -44,7 +44,7 @@ def check_best_metric(trainer: Any) -> None:
         metrics_of_sets = ", ".join(f"'{x}{metric.removeprefix('eval_')}'" for x in sets)
         logger.warning(
             f"`metric_for_best_model={args.metric_for_best_model!r}` is the metric of the last evaluation set. To use "
-            f"that of a certain set, choose from: {metrics_of_sets}."
+            f"the metric of a certain set, choose from: {metrics_of_sets}."
         )
     if any(fnmatchcase(metric, name) for name in (*known_metrics, *unlisted)) or _gives_other_metrics(trainer):
         return

@@ -131,7 +131,7 @@ def _check_role(
         if as_given and not usual and not is_named and _MARKER in as_usual:
             logger.warning(
                 f"{where}, but the chat template of `processing_class` does not render messages with this role. Give "
-                "them a role that the template renders, or remove them."
+                "such messages a role that the template renders, or remove them."
             )
     elif usual and _MARKER in as_usual and as_usual != as_given and not is_named:
         logger.warning(

@@ -160,7 +160,7 @@ def mixed_hint(row: dict[str, Any], kinds: Mapping[str, str]) -> str:
                 'Make the prompt a message: `dataset.map(lambda row: {"prompt": [{"role": "user", "content": '
                 'row["prompt"]}]})`.'
             )
-    return "Give all columns as text, or all as lists of messages, with the prompt in `prompt` alone."
+    return "Give text in all columns, or lists of messages in all columns. Only `prompt` may hold the prompt."
 
 
 def check_missing_prompts(rows: Rows, name: str) -> None:

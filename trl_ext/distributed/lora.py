@@ -56,8 +56,8 @@ def check_adapter(config: Any, ranks: TensorParallel) -> None:
     if config.init_lora_weights not in (True, False, "gaussian"):
         raise ValueError(
             f"`LoraConfig(init_lora_weights={config.init_lora_weights!r})` does not work under tensor parallelism: "
-            "PEFT needs the whole weight, and each rank has only a part. Set it to `True` or `'gaussian'`, or create "
-            "the adapter in one process, save it and load it."
+            "PEFT needs the whole weight, and each rank has only a part. Set `init_lora_weights` to True or "
+            "'gaussian', or create the adapter in one process, save it and load it."
         )
 
 
@@ -105,7 +105,7 @@ def make_adapter(make: Callable[..., Any], model: Any, config: Any, *more: Any, 
             names = ", ".join(map(repr, [targets] if isinstance(targets, str) else sorted(targets)))
             raise ValueError(
                 f"Unknown `target_modules` {names}. Choose from: {', '.join(map(repr, linear))}. These are the linear "
-                "layers of the model; 'all-linear' is all of them but the LM head."
+                "layers of the model. 'all-linear' means all of them except the LM head."
             ) from error
     check_adapter(config, ranks)
     ranks.share_random_state(next(model.parameters()).device)
@@ -131,7 +131,7 @@ def _warn_of_unknown_modules(model: nn.Module, config: Any) -> None:
         if unknown and (len(unknown) < len(targets) or option == "modules_to_save"):
             logger.warning(
                 f"`{option}` of `peft_config` has {', '.join(map(repr, unknown))}, but the model has no module of this "
-                "name, so it has no effect."
+                "name, so the entry has no effect."
             )
 
 

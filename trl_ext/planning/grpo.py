@@ -149,7 +149,7 @@ def check_options(facts: Any) -> None:
     if facts.trust_sampling_log_probs and not facts.sampler_gives_log_probs:
         raise ValueError(
             "`trust_sampling_log_probs=True` uses the sampler's log-probs as the old policy's, but neither vLLM "
-            "(`use_vllm=True`) nor a `rollout_func` provides them. Leave it off."
+            "(`use_vllm=True`) nor a `rollout_func` provides them. Leave `trust_sampling_log_probs` off."
         )
     if facts.trust_sampling_log_probs and facts.bypasses_loss:
         raise ValueError(
@@ -274,7 +274,7 @@ def _old_policy(facts: GRPOFacts, misaligned: bool) -> Decision:
     if facts.num_iterations > 1:
         reused += ", and kept for the later iterations"
     if facts.sampler_ratio is not None:
-        reused += "; the ratio to the sampler is computed from them"
+        reused += ". The ratio to the sampler is computed from these log-probs"
     reused += "."
     # If optimizer steps take whole generation batches, no micro-batch waits. But a streaming epoch may end inside one
     slices_wait = facts.gradient_accumulation_steps % facts.steps_per_generation != 0 or not facts.epoch_is_known
@@ -287,7 +287,7 @@ def _micro_batches(facts: GRPOFacts) -> Decision:
     """Return the decision on keeping a group's rows together (`"run"`) or not (`"skip"`)."""
     regrouped = (
         "The completions of a group are kept together in a micro-batch where there is room, so fewer prompts are "
-        "computed. The gradient of the optimizer step is the same; averages over micro-batches in the logs can "
+        "computed. The gradient of the optimizer step is the same. Averages over micro-batches in the logs can "
         "differ."
     )
     return plan_order(facts, _order_reason(facts), regrouped)

@@ -290,9 +290,9 @@ def load_weights(tensors: dict[str, Tensor], folder: Path) -> bool:
         unlike = {name for name in saved.keys() | shapes if saved.get(name) != shapes.get(name)}
         if unlike:
             raise ValueError(
-                f"The reference in `{path}` does not match this trainer's: only one of the two has `{min(unlike)}`, or "
-                "its shape differs. Build the trainer with the model, adapters and `ref_model` of the run that wrote "
-                "the checkpoint."
+                f"The reference in `{path}` does not match this trainer's: `{min(unlike)}` is in only one of the two, "
+                "or has another shape. Build the trainer with the model, adapters and `ref_model` of the run that "
+                "wrote the checkpoint."
             )
         for name, tensor in tensors.items():
             value = file.get_tensor(name).to(tensor.device, tensor.dtype)

@@ -120,8 +120,8 @@ class FileClient(VLLMClient):
             self._ask("init_weight_transfer_engine", {"init_info": {"path": str(file)}})
         except RuntimeError as error:
             raise ValueError(
-                f"The vLLM server at {self.base_url} does not see the trainer's folder {self.folder}. Run both on one "
-                f"host and as the same user. Containers must share {self.folder.parent}."
+                f"The vLLM server at {self.base_url} does not see the trainer's folder {self.folder}. Run server "
+                f"and trainer on one host and as the same user. Containers must share {self.folder.parent}."
             ) from error
 
     def _takes_adapter(self, lora: dict[str, Any] | None) -> bool:

@@ -70,7 +70,7 @@ class ReferenceOfPolicy:
         if base_of(model) is base_of(policy):
             raise ValueError(
                 "`ref_model` and `model` wrap the same base model, and PEFT puts both adapters into it. Load the base "
-                "model a second time for `ref_model`; or leave `ref_model` out, and set `ref_adapter_name`."
+                "model a second time for `ref_model`. Or leave `ref_model` out, and set `ref_adapter_name`."
             )
         if self.trainer.args.sync_ref_model:
             _check_synced(policy, model)
@@ -102,7 +102,7 @@ class ReferenceOfPolicy:
         if reference.moves and self.ranks.tensor_parallel is not None:
             raise ValueError(
                 "`sync_ref_model=True` with an adapter does not work under tensor parallelism, where each rank has "
-                "only a part of the reference. Set it to False, or use another engine."
+                "only a part of the reference. Set `sync_ref_model=False`, or use another engine."
             )
 
     # Training
@@ -198,7 +198,7 @@ class ReferenceOfPolicy:
         if self.ranks.tensor_parallel is not None or trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
             raise ValueError(
                 f"{option} does not work with FSDP, DeepSpeed and tensor parallelism, which shard the reference model "
-                "themselves. Leave it unset. FSDP (`fsdp_offload_params: true`) and ZeRO-3 "
+                "themselves. Leave `reference_device` unset. FSDP (`fsdp_offload_params: true`) and ZeRO-3 "
                 "(`offload_param_device: cpu`) have their own offloading."
             )
         if trainer.accelerator.state.dynamo_plugin.backend != DynamoBackend.NO:
@@ -214,7 +214,7 @@ def check_hosted_arguments(args: Any, *, has_model: bool) -> None:
     if not has_model and args.beta != 0:
         raise ValueError(
             f"{option} keeps a separate reference model on the host, but there is none: a PEFT policy and its "
-            "reference share their weights. Leave it unset."
+            "reference share their weights. Leave `reference_device` unset."
         )
     if args.sync_ref_model:
         raise ValueError(
