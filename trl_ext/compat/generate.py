@@ -22,8 +22,6 @@ _CACHE_NAMES = ("cache", "past_key_values", "cache_params")
 _TENSORS_OF_ROWS = ("input_ids", "attention_mask", "position_ids")
 # The same for all rows
 _SHARED = ("cache_position", "use_cache", "logits_to_keep", "return_dict")
-# Rows that the check of the first generation compares
-_COMPARED = 4
 
 
 class UnprovenError(Exception):
@@ -43,8 +41,9 @@ class GenerateRows:
         self.looks_for_state = looks_for_state
         self.tokens = 0  # that the model has run
         self.trl_tokens = 0  # that it would have run
-        # The last step: rows of the batch, at most `_COMPARED`, and their logits `(R, V)`
-        self.last_step: tuple[Tensor, Tensor] | None = None
+        self.saved: set[str] = set()  # "shared": a prompt ran for several rows; "dropped": a finished row left
+        self._last_step: tuple[Tensor, Tensor] | None = None  # rows of the batch, and their logits `(R, 1, V)`
+        self._distinct_B: Tensor | None = None  # which distinct prompt each row has
         self._criteria: _RecordingCriteria | None = None
         self._rows_R: Tensor | None = None  # rows of the batch that the cache holds; None: all
         self._is_prefill = False
@@ -95,6 +94,7 @@ class GenerateRows:
         """Run distinct rows, and repeat their cache and their last logits for the others."""
         _check_config(generation_config)
         first_R, distinct_B = _distinct_rows(input_ids, model_kwargs.get("attention_mask"))
+        self._distinct_B = distinct_B
         row_inputs = _inputs_of_rows(model_kwargs, first_R, len(input_ids))
         _check_cache(_cache_of(model_kwargs), is_new=True)
         self.trl_tokens += input_ids.numel()
@@ -109,9 +109,10 @@ class GenerateRows:
         if len(first_R) < len(input_ids):
             # Beam search's method: each kind of layer has it, and it takes an index of any length
             cache.reorder_cache(distinct_B)
+            self.saved.add("shared")
             logits_R1V = logits_R1V.index_select(0, distinct_B.to(logits_R1V.device))
         outputs.logits = logits_R1V
-        self._note_step(torch.arange(len(input_ids), device=input_ids.device), logits_R1V)
+        self._last_step = torch.arange(len(input_ids), device=input_ids.device), logits_R1V
         return outputs
 
     def _decode(self, run_forward: Callable[..., Any], *positional: Any, **inputs: Any) -> Any:
@@ -130,7 +131,7 @@ class GenerateRows:
         outputs = run_forward(**row_inputs)
         logits_R1V = outputs.logits
         if not is_done:
-            self._note_step(rows_R, logits_R1V)
+            self._last_step = rows_R, logits_R1V
         if len(rows_R) < batch_size:
             logits_B1V = logits_R1V.new_zeros(batch_size, *logits_R1V.shape[1:])
             outputs.logits = logits_B1V.index_copy_(0, rows_R.to(logits_R1V.device), logits_R1V)
@@ -151,12 +152,18 @@ class GenerateRows:
             return True
         if len(live) < len(is_live):
             cache.reorder_cache(live)
+            self.saved.add("dropped")
             self._rows_R = live if self._rows_R is None else self._rows_R[live]
         return False
 
-    def _note_step(self, rows_R: Tensor, logits_R1V: Tensor) -> None:
-        if self.looks_for_state:
-            self.last_step = rows_R[:_COMPARED], logits_R1V[:_COMPARED, -1]
+    def last_step(self, most: int) -> tuple[Tensor, Tensor]:
+        """Return rows that ran in the last step, one of each of at most `most` prompts, and their logits `(R, V)`."""
+        assert self._last_step is not None
+        assert self._distinct_B is not None
+        rows_R, logits_R1V = self._last_step
+        places = {prompt: place for place, prompt in enumerate(self._distinct_B[rows_R].tolist())}
+        chosen = torch.tensor(list(places.values())[:most], device=rows_R.device)
+        return rows_R[chosen], logits_R1V[chosen.to(logits_R1V.device), -1]
 
 
 class _RecordingCriteria(StoppingCriteriaList):
@@ -193,9 +200,11 @@ def _check_config(config: Any) -> None:
 def _check_cache(cache: Any, *, is_new: bool = False) -> None:
     if cache is None and is_new:
         return  # the model makes it
-    # Subclasses, and static, quantized and offloaded caches, may keep states that `reorder_cache` does not reorder
+    # Subclasses, and static and quantized caches, may keep states that `reorder_cache` does not reorder
     if type(cache) is not DynamicCache:
         raise UnprovenError(f"its cache is a `{type(cache).__name__}`")
+    if getattr(cache, "offloading", False):
+        raise UnprovenError("its cache is offloaded")
     if is_new and _has_past(cache):
         raise UnprovenError("its cache is not empty")
     if not is_new and not _has_past(cache):

@@ -28,7 +28,7 @@ _OF_CODE = frozenset(
     }
 )
 # Facts that follow from others or from the model's randomness, a path, which may differ between nodes, and the rows of
-# `generate`, which each rank may choose: their number changes no collective
+# `generate`: other rows on some ranks change no collective
 _NOT_COMPARED = frozenset(
     {
         "generation",

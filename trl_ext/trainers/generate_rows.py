@@ -1,9 +1,10 @@
 """GRPO's and RLOO's `generate` without copies of prompts and finished completions, where that changes no sample."""
 
 import copy
+import inspect
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,9 +13,11 @@ from torch import Tensor
 from ..compat.replaced import replaced
 from ..distributed.ranks import Ranks
 from ..packing.first_batch import is_coarse, undisturbed
-from ..packing.support import has_experts
+from ..packing.hooks import functions_of_users
+from ..packing.support import has_experts, positions_by_length
 from ..planning.sampled import GENERATE, GenerateFacts
 from ..reference.weights import base_of
+from ..sampler.sampling_mask import SamplingMaskRecorder
 
 if TYPE_CHECKING:
     from ..compat.generate import GenerateRows
@@ -22,6 +25,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("trl_ext")
 
 _ARGUMENTS = {"input_ids", "attention_mask", "generation_config"}
+_COMPARED = 4  # rows in a check, of different prompts
 # Tolerances relative to the norm of a row's logits, in fp32 and in lower precision
 _TOLERANCE = 1e-3
 _COARSE_TOLERANCE = 0.2
@@ -30,7 +34,7 @@ _OUTLIERS = 0.5
 
 
 class FewerRows:
-    """Lets the model run fewer rows in TRL's call of `generate`, and checks the first one.
+    """Lets the model run fewer rows in TRL's call of `generate`, and checks the first that do.
 
     Args:
         trainer (`GRPOTrainer` or `RLOOTrainer`): which generates.
@@ -39,8 +43,10 @@ class FewerRows:
     def __init__(self, trainer: Any, ranks: Ranks) -> None:
         self.trainer = trainer
         self.ranks = ranks
-        self._is_checked = False
+        self.recorder: SamplingMaskRecorder | None = None  # of the tokens that this generation can choose
+        self._unchecked = {"shared", "dropped"}  # what no check has compared yet
         self._unproven_reason: str | None = None  # found while generating
+        self._counts = [0, 0, 0]  # tokens in `generate`, those of all rows, and those in checks; of this rank
 
     def facts(self) -> GenerateFacts:
         """Return what the plan must know of generation."""
@@ -56,9 +62,25 @@ class FewerRows:
             return GenerateFacts(sampler="transformers' continuous batching")
         if not trainer._added_fields.of(trainer.args).generate_fewer_rows:
             reason = "`generate_fewer_rows=False`"
-        elif any(config.is_prompt_learning for config in getattr(trainer.model, "peft_config", {}).values()):
-            reason = "the adapter adds virtual tokens to each row"
-        return GenerateFacts(sampler=GENERATE, all_rows_reason=reason or self._unproven_reason)
+        elif reason is None:
+            reason = self._unproven_reason or self._model_reason()
+        return GenerateFacts(sampler=GENERATE, all_rows_reason=reason)
+
+    def _model_reason(self) -> str | None:
+        """Return why samples may depend on which rows share a forward, apart from draws; `None` if they do not."""
+        model = self.trainer.model
+        if any(config.is_prompt_learning for config in getattr(model, "peft_config", {}).values()):
+            return "the adapter adds virtual tokens to each row"
+        if getattr(self.trainer, "_is_vlm", False):
+            return "prompts may have images"
+        if positions_by_length(model):
+            return "the model's rotary embeddings depend on the longest row of a forward pass"
+        for owner in (model, base_of(model)):
+            for function in functions_of_users(owner.generate):
+                return (
+                    f"`generate` runs `{getattr(function, '__name__', function)}`, which may read the rows of a batch"
+                )
+        return None
 
     def _all_rows_reason(self) -> str | None:
         """Return why this call of `generate` runs all rows; `None` if it does not."""
@@ -85,6 +107,20 @@ class FewerRows:
         with replaced(trainer.model, generate=generate):
             yield
 
+    def record(self) -> None:
+        """Log the tokens of the calls since the last one. Ranks call `generate` equally often only without tools."""
+        tokens, trl_tokens, checked_tokens = self.ranks.sum_counts(self._counts)
+        self._counts = [0, 0, 0]
+        mode = "train" if self.trainer.model.training else "eval"
+        if tokens:
+            self.trainer.token_counts.add_generation(mode, tokens, checked_tokens)
+        if trl_tokens > tokens:
+            self.trainer.skip_counts.add(mode, generation_tokens=trl_tokens - tokens)
+
+    def _count(self, tokens: int, trl_tokens: int, checked_tokens: int) -> None:
+        for place, count in enumerate((tokens, trl_tokens, checked_tokens)):
+            self._counts[place] += count
+
     def _generate(self, run: Callable[..., Any], arguments: dict[str, Any]) -> Any:
         """Generate with fewer rows. If that is not proven to change nothing, draw again as TRL does."""
         from ..compat.generate import GenerateRows, UnprovenError  # internals that may have moved
@@ -92,53 +128,68 @@ class FewerRows:
         device = arguments["input_ids"].device
         rng = torch if device.type == "cpu" else torch.get_device_module(device)
         random_state = rng.get_rng_state()
-        is_first = not self._is_checked
-        rows = GenerateRows(base_of(self.trainer.model), looks_for_state=is_first)
-        reason = None
+        rows = GenerateRows(base_of(self.trainer.model), looks_for_state="shared" in self._unchecked)
+        checked_tokens = 0
         try:
             with rows.running():
                 ids = run(**arguments)
+            reason = self._agreed(None)
+            if reason is None and rows.saved & self._unchecked:
+                reason, checked_tokens = self._difference(run, arguments, ids, rows)
+                reason = self._agreed(reason)
         except UnprovenError as error:
-            reason = str(error)
+            reason = self._agreed(str(error))
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # of any model's code, which may need the rows of the batch
-            if not is_first:
-                raise
-            reason = f"fewer rows raise {type(error).__name__}: {error}"
-        checked_tokens = 0
-        if is_first:
-            if reason is None:
-                reason, checked_tokens = self._difference(run, arguments, ids, rows)
-            reason = next(filter(None, self.ranks.gather_objects(reason)), None)
-            self._is_checked = True
+            reason = self._agreed(f"fewer rows raise {type(error).__name__}: {error}")
         if reason is None:
-            self._count(rows.tokens, rows.trl_tokens, checked_tokens=checked_tokens)
+            self._unchecked -= rows.saved
+            self._count(rows.tokens, rows.trl_tokens, checked_tokens)
             return ids
         self._unproven_reason = reason
+        logger.warning(f"`generate` runs every copy of a prompt, and finished completions, as in TRL: {reason}.")
+        self._count(0, 0, rows.tokens + checked_tokens)
         rng.set_rng_state(random_state)
+        if self.recorder is not None:
+            self.recorder.clear()
         return self._generate_all_rows(run, **arguments)
 
+    def _agreed(self, reason: str | None) -> str | None:
+        """Return the first reason of a rank if ranks run each forward together; otherwise that of this rank."""
+        if not self.ranks.is_sharded:
+            return reason
+        return next(filter(None, self.ranks.gather_objects(reason)), None)
+
     def _generate_all_rows(self, run: Callable[..., Any], *positional: Any, **keywords: Any) -> Any:
-        ids = run(*positional, **keywords)
-        if isinstance(ids, Tensor):
-            tokens = len(ids) * (ids.size(1) - 1)
-            self._count(tokens, tokens)
-        return ids
+        model = base_of(self.trainer.model)
+        run_forward = model.forward
+        tokens = 0
+
+        def forward(*inputs: Any, **named_inputs: Any) -> Any:
+            nonlocal tokens
+            ids = named_inputs.get("input_ids", inputs[0] if inputs else None)
+            tokens += ids.numel() if isinstance(ids, Tensor) else 0
+            return run_forward(*inputs, **named_inputs)
+
+        forward.__signature__ = inspect.signature(run_forward)  # type: ignore[attr-defined]  # `generate` reads it
+        with replaced(model, forward=forward):
+            output = run(*positional, **keywords)
+        self._count(tokens, tokens, 0)
+        return output
 
     def _difference(
         self, run: Callable[..., Any], arguments: dict[str, Any], ids: Tensor, rows: "GenerateRows"
     ) -> tuple[str | None, int]:
         """Return how fewer rows change logits, `None` if they do not, and the tokens that it took to find out.
 
-        A plain `generate` repeats the last step of a few rows. What fewer rows do to the cache has happened by then.
-        Each rank runs one forward.
+        A plain `generate` repeats the last step of rows of different prompts. What fewer rows do to the cache has
+        happened by then. Each rank runs one forward.
 
         Args:
             ids: what `generate` returned, `(B, S)`.
         """
-        assert rows.last_step is not None
-        rows_R, logits_RV = rows.last_step
+        rows_R, logits_RV = rows.last_step(_COMPARED)
         ids_RS = ids[rows_R, :-1]
         mask_RS = torch.ones_like(ids_RS)
         prompt_mask = arguments["attention_mask"][rows_R]
@@ -146,7 +197,8 @@ class FewerRows:
         config = copy.deepcopy(arguments["generation_config"])
         config.update(max_new_tokens=1, min_new_tokens=None, return_dict_in_generate=True, output_logits=True)
         model = self.trainer.model
-        with undisturbed(model, ids.device):
+        unrecorded = nullcontext() if self.recorder is None else self.recorder.paused()
+        with undisturbed(model, ids.device), unrecorded:
             outputs = run(input_ids=ids_RS, attention_mask=mask_RS, generation_config=config)
         expected_RV = outputs.logits[0].float()
         coarse = is_coarse(model, logits_RV)
@@ -158,15 +210,5 @@ class FewerRows:
         allowed_share = _OUTLIERS if coarse or has_experts(model) else 0.0
         if is_outlier_R.float().mean() <= allowed_share:
             return None, ids_RS.numel()
-        largest = float(relative_R.max())
-        reason = (
-            f"in the first generation, logits of fewer rows differ from those of all by {largest:.2g} of their norm"
-        )
-        return reason, ids_RS.numel()
-
-    def _count(self, tokens: int, trl_tokens: int, *, checked_tokens: int = 0) -> None:
-        tokens, trl_tokens, checked_tokens = self.ranks.sum_counts([tokens, trl_tokens, checked_tokens])
-        mode = "train" if self.trainer.model.training else "eval"
-        self.trainer.token_counts.add_generation(mode, tokens, checked_tokens)
-        if trl_tokens > tokens:
-            self.trainer.skip_counts.add(mode, generation_tokens=trl_tokens - tokens)
+        off = f"{float(relative_R.max()):.2g} of their norm"
+        return f"in a check, logits of fewer rows differ from those of all rows by {off}", ids_RS.numel()

@@ -60,6 +60,7 @@ class GRPOGeneration:
             equal_B = self._equal_rewards(batch)
             if trainer.plan.facts.max_draws > 1:
                 batch = self._without_dead_groups(batch, equal_B)
+        self.fewer_rows.record()
         self._score(batch)
         # The user's functions may have drawn random numbers, and TRL shuffles next
         self.ranks.share_random_state()
@@ -96,8 +97,12 @@ class GRPOGeneration:
         mask = SamplingMaskRecorder()
         top_k = int(sampling_values(trainer.args)["top_k"])
         log_probs = log_probs_to_ask(top_k, self._most_log_probs) if trainer.use_vllm else None
-        with internals.sampling_recorded(trainer, mask, log_probs):
-            batch = self._draw_alike(inputs)
+        self.fewer_rows.recorder = mask
+        try:
+            with internals.sampling_recorded(trainer, mask, log_probs):
+                batch = self._draw_alike(inputs)
+        finally:
+            self.fewer_rows.recorder = None
         warn_of_missing(mask, top_k)
         completions = batch["completion_ids"]
         values = self.ranks.agreed(mask.entries(completions.size(1), completions.device))

@@ -137,6 +137,7 @@ class RLOOTrainer(ExactTrainer, trl.RLOOTrainer):
         plan = self.plan
         members: dict[str, Any] = {PASS: _no_pass} if plan.reuses_old_policy else {}
         batch = self._generation.draw(inputs, **members)
+        self._fewer_rows.record()
         rewards_BF = self._generation.rewards
         if plan.reuses_old_policy:
             del batch["old_logps"]  # the loss gets them from the policy's pass
