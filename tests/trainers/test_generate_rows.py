@@ -6,13 +6,15 @@ from typing import Any
 import pytest
 import torch
 import trl
+from datasets import Dataset
 from peft import PromptTuningConfig
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 import trl_ext
 from short_training import Bench
-from tiny import Workshop, lora_config, prompts
+from tiny import Workshop, lora_config, prompts, word_tokenizer
 from token_counts import counted, total
+from trl_ext.compat import generate
 from trl_ext.compat.generate import GenerateRows
 
 KINDS = ("grpo", "rloo")
@@ -105,7 +107,7 @@ def test_only_distinct_prompts_and_unfinished_rows_are_embedded(kind: str, works
     assert run.logged("tokens_processed/generation") == [expected]
     # The check of the first generation runs without hooks of users, such as that of this test
     assert total(run.generation) == expected
-    check_tokens = 4 * (width + max(map(len, samples)) - 1)
+    check_tokens = len(set(texts)) * (width + max(map(len, samples)) - 1)  # a row of each prompt
     other_checks = Run(kind, workshop, tmp_path / "b", max_steps=1, beta=0.0, generate_fewer_rows=False)
     of_checks = "tokens_processed/checks"
     assert run.logged(of_checks)[0] - other_checks.logged(of_checks)[0] == check_tokens
@@ -120,17 +122,25 @@ def test_active_dropout_keeps_all_rows(kind: str, workshop: Workshop, tmp_path: 
     assert ours.samples == Run(kind, workshop, tmp_path / "b", trl, max_steps=1, **dropout).samples
 
 
+UNPROVEN = {
+    "its cache is a `StaticCache`": {"cache_implementation": "static"},
+    "it has no cache": {"use_cache": False},
+    "it uses beam_sample": {"num_beams": 2},
+}
+
+
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("options", [{"cache_implementation": "static"}, {"use_cache": False}, {"num_beams": 2}])
-def test_what_is_not_proven_keeps_all_rows(
-    options: dict[str, Any], kind: str, workshop: Workshop, tmp_path: Path
-) -> None:
-    ours = Run(kind, workshop, tmp_path / "a", max_steps=2, generation_kwargs=options)
-    stock = Run(kind, workshop, tmp_path / "b", trl, max_steps=2, generation_kwargs=options)
+@pytest.mark.parametrize("reason", UNPROVEN)
+def test_what_is_not_proven_keeps_all_rows(reason: str, kind: str, workshop: Workshop, tmp_path: Path) -> None:
+    options = {"max_steps": 2, "generation_kwargs": UNPROVEN[reason]}
+    ours = Run(kind, workshop, tmp_path / "a", **options)
+    stock = Run(kind, workshop, tmp_path / "b", trl, **options)
     assert ours.samples[0] == stock.samples[0]
     assert torch.equal(ours.random_state, stock.random_state)
-    assert "as in TRL" in ours.trainer.explain()["generation"].reason
+    assert f"as in TRL: {reason}" in ours.trainer.explain()["generation"].reason
     assert ours.logged("skipped/generation_tokens") == []
+    without_a_try = Run(kind, workshop, tmp_path / "c", generate_fewer_rows=False, **options)
+    assert ours.logged("tokens_processed/generation") == without_a_try.logged("tokens_processed/generation")
 
 
 @pytest.mark.filterwarnings("ignore:Position ids are not supported:UserWarning")
@@ -157,22 +167,129 @@ class KeepsState(torch.nn.Module):
         return self.module(hidden + 5 * rows[torch.arange(len(hidden)) % len(rows)], **options)
 
 
-def test_the_first_generation_finds_a_state_that_no_attribute_shows(
-    workshop: Workshop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_check_finds_a_state_that_no_attribute_shows(
+    workshop: Workshop, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Without the check, samples are others: the state is in a dictionary, which the search of modules does not see."""
-    monkeypatch.setattr("trl_ext.packing.randomness.functions_of_users", lambda *_, **__: iter(()))
     runs = {}
     for name, package in (("ours", trl_ext), ("stock", trl)):
         model = AutoModelForCausalLM.from_pretrained(workshop.model("tied"))
         layer = model.model.layers[1]
         layer.mlp = KeepsState(layer.mlp, {})
         runs[name] = Run("grpo", workshop, tmp_path / name, package, max_steps=1, model=model, learning_rate=0.0)
-    assert "in the first generation, logits of fewer rows differ" in runs["ours"].trainer.explain()["generation"].reason
+    assert "in a check, logits of fewer rows differ" in runs["ours"].trainer.explain()["generation"].reason
+    assert any("in a check, logits of fewer rows differ" in x for x in caplog.messages)
     assert runs["ours"].samples == runs["stock"].samples
 
 
-def test_the_check_runs_once(workshop: Workshop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def with_state(workshop: Workshop) -> Any:
+    model = AutoModelForCausalLM.from_pretrained(workshop.model("tied"))
+    layer = model.model.layers[1]
+    layer.mlp = KeepsState(layer.mlp, {})
+    return model
+
+
+def test_a_second_try_records_its_own_sampling_mask(workshop: Workshop, tmp_path: Path) -> None:
+    options = {"max_steps": 1, "top_k": 9, "keep_sampling_mask": True}
+    ours = Run("grpo", workshop, tmp_path / "a", model=with_state(workshop), **options)
+    all_rows = Run("grpo", workshop, tmp_path / "b", model=with_state(workshop), generate_fewer_rows=False, **options)
+    assert "in a check" in ours.trainer.explain()["generation"].reason
+    assert_bitwise_equal(ours, all_rows)
+
+
+class RunningMean(torch.nn.Module):
+    """Adds a running mean of each row's hidden states, which it keeps outside the cache."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        super().__init__()
+        self.module = module
+        self.kept: dict[str, torch.Tensor] = {}
+
+    def forward(self, hidden: torch.Tensor, **options: Any) -> torch.Tensor:
+        begins = hidden.size(1) > 1 or "mean" not in self.kept
+        mean = torch.zeros_like(hidden[:, :1]) if begins else self.kept["mean"]
+        means = []
+        for token in range(hidden.size(1)):
+            mean = 0.9 * mean + 0.1 * hidden[:, token : token + 1]
+            means.append(mean)
+        self.kept["mean"] = mean.detach()
+        return self.module(hidden + 3 * torch.cat(means, dim=1), **options)
+
+
+def test_the_first_row_that_leaves_is_checked_whenever_it_leaves(workshop: Workshop, tmp_path: Path) -> None:
+    """In the first generations no row ends, so that only later ones show what a row leaves behind."""
+    runs = {}
+    for name, package in (("ours", trl_ext), ("stock", trl)):
+        model = AutoModelForCausalLM.from_pretrained(workshop.model("tied"))
+        model.model.layers[1].mlp = RunningMean(model.model.layers[1].mlp)
+        data = Dataset.from_list([{"prompt": f"w{i} w{i + 1} w{i + 2}"} for i in range(8)])
+        options = {"train_dataset": data, "num_generations": 8, "max_completion_length": 6, "learning_rate": 0.0}
+        runs[name] = Run("grpo", workshop, tmp_path / name, package, model=model, **options)
+    assert runs["ours"].samples == runs["stock"].samples
+    assert "fewer rows raise RuntimeError" in runs["ours"].trainer.explain()["generation"].reason
+
+
+def rotary(rope_type: str) -> Any:
+    torch.manual_seed(0)
+    rope = {"rope_type": rope_type, "factor": 4.0, "rope_theta": 1e4}
+    config = LlamaConfig(
+        **{"vocab_size": 97, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2},
+        **{"num_attention_heads": 4, "max_position_embeddings": 24, "initializer_range": 0.3},
+        **{"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": None, "rope_parameters": rope},
+    )
+    model = LlamaForCausalLM(config)
+    model.generation_config = GenerationConfig(eos_token_id=[1, *range(60, 68)], pad_token_id=0)
+    return model
+
+
+@pytest.mark.parametrize(("rope_type", "is_by_length"), [("dynamic", True), ("linear", False)])
+def test_rotary_embeddings_by_length_keep_all_rows(
+    rope_type: str, is_by_length: bool, workshop: Workshop, tmp_path: Path
+) -> None:
+    options = {"max_completion_length": 36, "learning_rate": 0.0, "processing_class": word_tokenizer()}
+    ours = Run("grpo", workshop, tmp_path / "a", model=rotary(rope_type), **options)
+    assert ours.samples == Run("grpo", workshop, tmp_path / "b", trl, model=rotary(rope_type), **options).samples
+    reason = ours.trainer.explain()["generation"].reason
+    assert ("depend on the longest row" in reason) == is_by_length
+
+
+def test_a_generate_of_the_user_keeps_all_rows(workshop: Workshop, tmp_path: Path) -> None:
+    runs = {}
+    for name, package in (("ours", trl_ext), ("stock", trl)):
+        model = AutoModelForCausalLM.from_pretrained(workshop.model("tied"))
+        plain = model.generate
+
+        def my_generate(*positional: Any, plain: Any = plain, **keywords: Any) -> Any:
+            return plain(*positional, **keywords)[:, :]
+
+        model.generate = my_generate
+        runs[name] = Run("grpo", workshop, tmp_path / name, package, max_steps=1, model=model)
+    assert runs["ours"].samples == runs["stock"].samples
+    assert "`generate` runs your function `my_generate`" in runs["ours"].trainer.explain()["generation"].reason
+
+
+def test_a_wrong_cache_of_a_later_prompt_is_noticed(
+    workshop: Workshop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    distinct_rows = generate._distinct_rows
+
+    def all_of_the_first(*positional: Any) -> Any:
+        first_R, distinct_B = distinct_rows(*positional)
+        return first_R, torch.zeros_like(distinct_B)
+
+    monkeypatch.setattr(generate, "_distinct_rows", all_of_the_first)
+    # The check finds rows of different prompts by what `_distinct_rows` returns, so one prompt is left of them
+    monkeypatch.setattr(GenerateRows, "last_step", every_row)
+    run = Run("grpo", workshop, tmp_path, max_steps=1)
+    assert "in a check" in run.trainer.explain()["generation"].reason
+
+
+def every_row(rows: GenerateRows, _: int) -> tuple[torch.Tensor, torch.Tensor]:
+    rows_R, logits_R1V = rows._last_step
+    return rows_R, logits_R1V[:, -1]
+
+
+def test_modules_are_searched_once(workshop: Workshop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     looked: list[bool] = []
     init = GenerateRows.__init__
 
@@ -182,4 +299,5 @@ def test_the_check_runs_once(workshop: Workshop, tmp_path: Path, monkeypatch: py
 
     monkeypatch.setattr(GenerateRows, "__init__", note)
     Run("grpo", workshop, tmp_path)
-    assert looked == [True, False, False]
+    assert looked[0]
+    assert not looked[-1]
