@@ -47,13 +47,13 @@ class TrlExtPlugin(BasePlugin):
         split = next((name for name in _SPLITS if (cfg.get(name) or 1) != 1), None)
         reason = None
         if cfg.get("rl") != "dpo":
-            reason = f"it covers `rl: dpo`, and this is {_setting(cfg, 'rl')}"
+            reason = f"it covers only `rl: dpo`, not {_setting(cfg, 'rl')}"
         elif cfg.get("trainer_cls") not in (None, ours):
             reason = f"{_setting(cfg, 'trainer_cls')} is set"
         elif split is not None:
             reason = f"it was not tried with {_setting(cfg, split)}"
         elif trl.__version__ not in _TRL:
-            reason = f"it covers the DPO loss of trl{_TRL}, and this is trl {trl.__version__}"
+            reason = f"it covers only the DPO loss of trl{_TRL}, not that of trl {trl.__version__}"
         if reason is None:
             cfg["trainer_cls"] = ours
         else:
@@ -120,7 +120,7 @@ class ExactDPOTrainer(AxolotlDPOTrainer):  # type: ignore[misc]
         }
         for name, (value, covered) in values.items():
             if value != covered:
-                return f"it covers `{name}={covered!r}`, and this is {value!r}"
+                return f"it covers only `{name}={covered!r}`, not {value!r}"
         if self.aux_loss_enabled:
             return "the model has experts, and `router_aux_loss_coef` is not 0"
         return "the data set has images" if self._is_vision_dataset else None
@@ -133,9 +133,9 @@ class ExactDPOTrainer(AxolotlDPOTrainer):  # type: ignore[misc]
         if parallelism is not None and parallelism.total_size > parallelism.dp_replicate_size:
             return "it was not tried with sequences, layers or weights that are split over GPUs"
         if args.n_gpu > 1:
-            return "torch's `DataParallel` splits its batches. Start one process for each GPU instead"
+            return "torch's `DataParallel` splits batches over GPUs. Start one process for each GPU instead"
         if accelerator.mixed_precision not in ("no", "bf16"):
-            return f"it covers fp32 and bf16, and this is {accelerator.mixed_precision}"
+            return f"it covers only fp32 and bf16, not {accelerator.mixed_precision}"
         for name in ("torch_compile", "activation_offloading"):
             if getattr(args, name):
                 return f"it was not tried with `{name}`"
@@ -149,7 +149,7 @@ class ExactDPOTrainer(AxolotlDPOTrainer):  # type: ignore[misc]
         if self.ref_model is not None or self.precompute_ref_logps:
             return None
         if not is_peft_model(self.model):
-            return "it needs the reference model or an adapter"
+            return "it needs a reference model or an adapter"
         if "ref" in self.model.peft_config:
             return "the model had an adapter already, and TRL copied it as the reference"
         with self.model.disable_adapter():
@@ -159,7 +159,7 @@ class ExactDPOTrainer(AxolotlDPOTrainer):  # type: ignore[misc]
     def _compute_loss(self, model: Any, inputs: dict[str, Any], return_outputs: bool) -> Any:
         unknown = inputs.keys() - _KEYS
         if unknown and self.uncovered_reason is None:
-            self.uncovered_reason = f"batches have `{min(unknown)}`, which only the model may know"
+            self.uncovered_reason = f"batches have `{min(unknown)}`, which the model may read but trl_ext does not pass"
             _log_handed_over(self.uncovered_reason)
         if self.uncovered_reason is not None or return_outputs:  # the outputs have logits
             return super()._compute_loss(model, inputs, return_outputs)
@@ -232,4 +232,4 @@ def _setting(cfg: Any, name: str) -> str:
 
 
 def _log_handed_over(reason: str) -> None:
-    logger.warning(f"trl_ext is off, and axolotl trains as without it: {reason}.")
+    logger.warning(f"trl_ext is off, and axolotl trains without it: {reason}.")

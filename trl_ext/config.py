@@ -118,7 +118,8 @@ class AddedFields:
             self._check_trl_has_all()
         if self.head_kernels is not None and self.head == "dense":
             raise ValueError(
-                f"`head_kernels={self.head_kernels!r}` is for the tiled head, but `head` is 'dense'. Remove one."
+                f"`head_kernels={self.head_kernels!r}` is for the tiled head, but `head` is 'dense'. Remove one of the "
+                "two."
             )
         getattr(super(), "__post_init__", lambda: None)()  # TRL's; the added fields alone have none
 
@@ -168,7 +169,7 @@ class AddedReferenceFields(AddedFields):
         if self.policy_adapter_name is not None and self.policy_adapter_name == self.ref_adapter_name:
             raise ValueError(
                 f"`policy_adapter_name` and `ref_adapter_name` are both {self.ref_adapter_name!r}: the reference "
-                "would be trained. Leave `ref_adapter_name` unset to use the adapter before training as reference."
+                "would be trained. Leave `ref_adapter_name` unset: then the adapter before training is the reference."
             )
         super().__post_init__()
 
@@ -415,7 +416,7 @@ def check_loss_types(config: Any) -> None:
     if options.sft_label_smoothing and "sft" not in loss_types:
         raise ValueError(
             f"`sft_label_smoothing={options.sft_label_smoothing!r}` smooths the labels of the loss type 'sft', which "
-            f"is not in `loss_type={loss_types}`. Add 'sft', or set the field to 0."
+            f"is not in `loss_type={loss_types}`. Add 'sft', or set `sft_label_smoothing` to 0."
         )
     if not loss_types:
         raise ValueError("`loss_type` is empty: name at least one loss type.")
@@ -423,14 +424,16 @@ def check_loss_types(config: Any) -> None:
         for name, value in AddedDPOFields.changed(options).items():
             if name in ("reward_scale", "rpo_average_log_probs"):
                 raise ValueError(
-                    f"Only RPO uses `{name}={value!r}`, and `loss_type={loss_types}` has no RPO. Add one "
-                    f"of {sorted(READ_REWARDS)}, or leave the field out."
+                    f"Only the RPO loss types use `{name}={value!r}`, and `loss_type={loss_types}` has none of them. "
+                    f"Add one of {sorted(READ_REWARDS)}, or leave `{name}` out."
                 )
     our_loss_types = [name for name in loss_types if name in PREFERENCE_LOSSES]
     if not our_loss_types:
         return
     if options.as_trl:
-        raise ValueError(f"`as_trl=True` trains as stock TRL, which has no loss type {our_loss_types[0]!r}. Remove it.")
+        raise ValueError(
+            f"`as_trl=True` trains as stock TRL, which has no loss type {our_loss_types[0]!r}. Remove one of the two."
+        )
     for name, default in (("ld_alpha", None), ("f_divergence_type", "reverse_kl"), ("use_weighting", False)):
         value = getattr(config, name)
         if value != default:

@@ -82,8 +82,8 @@ def attach(model: nn.Module, **options: Any) -> None:
         return
     if "_original_forward" in causal_model.__dict__ or "_original_forward" in model.__dict__:
         raise RuntimeError(
-            "`accelerator.prepare` has wrapped this model's forward for mixed precision, and `attach` would take the "
-            "scoring forward out of it. Call `attach(model)` before `accelerator.prepare(model)`."
+            "`accelerator.prepare` has wrapped this model's forward for mixed precision. Scoring that `attach` adds "
+            "now would run without mixed precision. Call `attach(model)` before `accelerator.prepare(model)`."
         )
     _attached[causal_model] = ref(attach_scoring_forward(causal_model, scoring_options))
 
@@ -180,7 +180,9 @@ class Reference:
             attach(model, **options)
         self._model = _unwrapped(model)
         if not hasattr(within(), "__enter__"):
-            raise ValueError("`within` must return a context: pass `model.disable_adapter`, without calling it.")
+            raise ValueError(
+                "`within` must return a context. Pass the method `model.disable_adapter`, without calling it."
+            )
         self._within = within
         self._ranks = Ranks()
         self._ranks.accelerator = accelerator
@@ -262,7 +264,7 @@ class Reference:
             weights = ReferenceWeights.of_model(self._model)
             reason = self._varies or weights.uncacheable_reason()
             if reason is not None:
-                raise ValueError(f"`folder` cannot keep this reference: {reason}. Leave it out.")
+                raise ValueError(f"`folder` cannot store log-probs of this reference: {reason}. Leave `folder` out.")
             facts = identity_facts(
                 weights.hash(gathered_by_zero3),
                 weights.config,

@@ -75,17 +75,17 @@ def test_qlora_trains_as_axolotls(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "arguments", "reason"),
     [
-        ({"rl": "ipo"}, {}, "it covers `rl: dpo`, and this is `rl: ipo`"),
-        ({"dpo_loss_type": ["hinge"]}, {}, "it covers `loss_type=['sigmoid']`, and this is ['hinge']"),
+        ({"rl": "ipo"}, {}, "it covers only `rl: dpo`, not `rl: ipo`"),
+        ({"dpo_loss_type": ["hinge"]}, {}, "it covers only `loss_type=['sigmoid']`, not ['hinge']"),
         (
             {"dpo_loss_type": ["sigmoid"], "dpo_loss_weights": [0.5]},
             {},
-            "it covers `loss_weights=[1.0]`, and this is [0.5]",
+            "it covers only `loss_weights=[1.0]`, not [0.5]",
         ),
-        ({"dpo_use_weighting": True}, {}, "it covers `use_weighting=False`, and this is True"),
-        ({}, {"f_divergence_type": "js_divergence"}, "it covers `f_divergence_type='reverse_kl'`, and this is 'js_div"),
-        ({}, {"ld_alpha": 0.5}, "it covers `ld_alpha=None`, and this is 0.5"),
-        ({}, {"sync_ref_model": True, "ref_model_sync_steps": 1}, "it covers `sync_ref_model=False`, and this is True"),
+        ({"dpo_use_weighting": True}, {}, "it covers only `use_weighting=False`, not True"),
+        ({}, {"f_divergence_type": "js_divergence"}, "it covers only `f_divergence_type='reverse_kl'`, not 'js_div"),
+        ({}, {"ld_alpha": 0.5}, "it covers only `ld_alpha=None`, not 0.5"),
+        ({}, {"sync_ref_model": True, "ref_model_sync_steps": 1}, "it covers only `sync_ref_model=False`, not True"),
         (
             {},
             {"neftune_noise_alpha": 5.0},
@@ -117,7 +117,7 @@ def test_axolotl_trains_what_is_not_covered(
         arguments = {}
     axolotls, ours = (run(tmp_path, options, plugin=plugin, arguments=arguments) for plugin in (False, True))
     assert len(ours["lines"]) == 1
-    assert ours["lines"][0].startswith(f"trl_ext is off, and axolotl trains as without it: {reason}")
+    assert ours["lines"][0].startswith(f"trl_ext is off, and axolotl trains without it: {reason}")
     assert ours["log"] == axolotls["log"]
     assert ours["tokens"] == axolotls["tokens"]
     assert all(torch.equal(x, axolotls["weights"][name]) for name, x in ours["weights"].items())
@@ -128,10 +128,10 @@ def test_axolotl_trains_what_is_not_covered(
     [
         ({"rl": "dpo"}, None),
         ({"rl": "dpo", "context_parallel_size": 1, "trainer_cls": "trl_ext.axolotl.ExactDPOTrainer"}, None),
-        ({}, "it covers `rl: dpo`, and this is `rl: None`"),
+        ({}, "it covers only `rl: dpo`, not `rl: None`"),
         ({"rl": "dpo", "trainer_cls": "mine.Trainer"}, "`trainer_cls: mine.Trainer` is set"),
         ({"rl": "dpo", "context_parallel_size": 2}, "it was not tried with `context_parallel_size: 2`"),
-        ({"rl": "dpo", "trl": "1.10.0"}, "it covers the DPO loss of trl==1.9.*, and this is trl 1.10.0"),
+        ({"rl": "dpo", "trl": "1.10.0"}, "it covers only the DPO loss of trl==1.9.*, not that of trl 1.10.0"),
     ],
 )
 def test_the_plugin_chooses_the_trainer(
@@ -144,7 +144,7 @@ def test_the_plugin_chooses_the_trainer(
     trainer_cls = config.get("trainer_cls")
     axolotl.TrlExtPlugin().register(config)
     assert config.get("trainer_cls") == (trainer_cls if reason else "trl_ext.axolotl.ExactDPOTrainer")
-    lines = [f"trl_ext is off, and axolotl trains as without it: {reason}."] if reason else []
+    lines = [f"trl_ext is off, and axolotl trains without it: {reason}."] if reason else []
     assert caplog.messages == lines
 
 

@@ -239,7 +239,8 @@ def test_times_are_of_the_outer_phase_and_absent_if_there_is_none():
         pass
     time.sleep(0.06)
     assert re.fullmatch(
-        r"Training took \d\.\d s: evaluation 0\.[1-9] s, generation 0\.[1-9] s, the rest 0\.[1-9] s\.", times.line()
+        r"Training took \d\.\d s: evaluation 0\.[1-9] s, generation 0\.[1-9] s, other \(steps, start-up\) 0\.[1-9] s\.",
+        times.line(),
     )
     assert 0.12 <= times.seconds["evaluation"] < 0.5
 

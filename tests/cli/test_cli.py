@@ -97,7 +97,7 @@ def test_a_run_as_stock_trl(arguments, tmp_path: Path, capsys: pytest.CaptureFix
     assert main(["explain", "sft", *options]) == 0
     explained = capsys.readouterr().out
     assert " ".join(explained.split()) == (
-        "training run As stock TRL, because `as_trl` is True. Without effect: `head_chunk_size`."
+        "training run As stock TRL, because `as_trl` is True. These arguments have no effect: `head_chunk_size`."
     )
     assert main(["sft", *options, "--resume_from_checkpoint", "auto"]) == 0
     plan, *_, last = caplog.messages
@@ -303,7 +303,7 @@ def test_estimate_says_every_part_and_what_fits(arguments, capsys: pytest.Captur
     out = capsys.readouterr().out
     for part in ("weights", "reference", "optimizer", "gradients", "activations", "head", "peak"):
         assert re.search(rf"^{part} +[\d.]+ MiB", out, re.MULTILINE), out
-    assert re.search(r"^longest +rows of [1-9]\d* tokens fit in 0.02 GiB", out, re.MULTILINE), out
+    assert re.search(r"^longest +rows of [1-9]\d* tokens fit into 0.02 GiB", out, re.MULTILINE), out
     assert "float32 weights, one process on cuda" in " ".join(out.split())
     assert "It leaves out" in out
     assert max(map(len, out.splitlines())) <= 80
@@ -327,7 +327,7 @@ def test_estimate_takes_no_longer_rows_than_the_model_has_positions(arguments, c
     assert main(["estimate", "dpo", *arguments["dpo"], "--device_memory", "1"]) == 0
     out = capsys.readouterr().out
     assert out.startswith("4 rows (2 pairs) of 512 tokens per micro-batch")
-    assert "rows of 512 tokens fit in 1 GiB, the longest that the model takes" in out
+    assert "rows of 512 tokens fit into 1 GiB (the model takes no longer rows)" in out
     assert "The arguments allow rows of 1,024 tokens, but the model has 512 positions" in out
 
 
@@ -396,7 +396,9 @@ def test_doctor_sees_a_folder_that_is_imported_in_place_of_the_package(tmp_path:
     assert not is_shadowed_in(tmp_path / "trl_ext" / "trl_ext")
     monkeypatch.chdir(tmp_path)
     assert main(["doctor"]) == 1
-    assert re.search(r"^this folder +WRONG +Scripts here import the folder", capsys.readouterr().out, re.MULTILINE)
+    assert re.search(
+        r"^this folder +WRONG +Scripts here would import the folder", capsys.readouterr().out, re.MULTILINE
+    )
 
 
 @pytest.mark.parametrize(

@@ -169,4 +169,4 @@ def test_mistakes_are_one_line(capsys: pytest.CaptureFixture[str], monkeypatch: 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("trl_ext.cli.demo._CLONE", tmp_path)
     assert main(["compare", "dpo"]) == 2
-    assert "Run the command in a clone of trl_ext, or set both." in capsys.readouterr().err
+    assert "Run the command in a clone of trl_ext, or set both arguments." in capsys.readouterr().err

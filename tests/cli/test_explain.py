@@ -165,7 +165,7 @@ def _check_micro_batches(decision: tuple[str, str], args: object, seen: Happened
     _, reason = decision
     forwards = seen.of("policy")
     micro_batches = args.max_steps * args.gradient_accumulation_steps
-    budget = re.search(r"in parts of at most (\d+) tokens", reason)
+    budget = re.search(r"in parts of one (?:pair|row), or of at most (\d+) tokens", reason)
     if budget:
         assert all(x.fed <= int(budget[1]) for x in forwards if len(x.rows) > 1)
         assert len(forwards) > micro_batches

@@ -106,7 +106,7 @@ def test_plan_says_what_it_read_what_fits_and_what_does_not(words, tmp_path, cap
     assert re.search(r"^32 pairs read; tokens: median, 95 %, longest$", out, re.MULTILINE), out
     assert "7 % of it free" in out
     assert re.search(r"^1\. predicted peak [\d.]+ MiB, relative time 1\.00 \(fastest\)$", out, re.MULTILINE), out
-    assert "Does not fit into" in out
+    assert "Options that do not fit into" in out
     assert "predictions, not measurements" in out
     chosen = yaml.safe_load((tmp_path / "out" / "plan.yaml").read_text())
     assert chosen["beta"] == 0.5
@@ -211,7 +211,7 @@ def test_what_contradicts_an_option_is_to_be_left_out(words, tmp_path: Path, cap
     file.write_text("generation_batch_size: 8\nactivation_offloading: true\nreference_device: cpu\nbeta: 0.1\n")
     options = ["--config", str(file), *words["grpo"], "--device", "cpu", "--device_memory", "1"]
     assert main(["plan", "grpo", *options]) == 0
-    assert "Leave out `generation_batch_size` and `reference_device`, which you gave." in capsys.readouterr().out
+    assert "Leave out `generation_batch_size` and `reference_device`, which you passed." in capsys.readouterr().out
     chosen = yaml.safe_load((tmp_path / "out" / "plan.yaml").read_text())
     assert chosen["activation_offloading"] is False
     assert not {"generation_batch_size", "reference_device"} & chosen.keys()
@@ -292,8 +292,8 @@ def test_if_nothing_fits_the_error_names_the_smallest_peak_and_what_is_left(word
 def test_engines_that_are_not_covered_are_named(words, capsys: pytest.CaptureFixture):
     assert main(["plan", "dpo", *words["dpo"], "--gpu", "A10", "--num_devices", "2", "--optim", "adafactor"]) == 0
     out = capsys.readouterr().out
-    assert "\nNot covered with `--optim adafactor`: FSDP2, ZeRO-1, ZeRO-2.\n" in out
-    assert "Does not fit" not in out
+    assert "\n`plan` does not cover these engines with `--optim adafactor`: FSDP2, ZeRO-1,\nZeRO-2.\n" in out
+    assert "do not fit into" not in out
 
 
 @pytest.mark.parametrize(

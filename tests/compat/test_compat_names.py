@@ -122,7 +122,7 @@ def test_a_check_is_recorded(tmp_path: Path, monkeypatch):
         assert check_untested(LATER, TESTED) == []
     assert [str(x.message) for x in warned] == [
         f"trl_ext {trl_ext.__version__} is not tested with trl 1.17.0 (tested: {TESTED['trl']}). Of the internals that "
-        "it uses, none has moved."
+        "trl_ext uses, none has moved."
     ]
     assert len(list((tmp_path / "trl_ext").iterdir())) == 1
     monkeypatch.setattr("trl_ext.compat.moved.moved", lambda found: [GONE])
@@ -191,7 +191,7 @@ for trainer in ("DPOTrainer", "GRPOTrainer", "KTOTrainer"):
     done = run_python(code, environment_of(tmp_path))
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("is not tested with trl 1.17.0") == 1
-    assert "internals that it uses, 3 have moved." in done.stderr
+    assert "internals that trl_ext uses, 3 have moved." in done.stderr
     assert done.stdout.splitlines() == [
         "DPOTrainer dict_keys(['freeing the reference'])",
         f"`GRPOTrainer` of trl_ext {trl_ext.__version__} does not work with trl 1.17.0, because "

@@ -220,7 +220,9 @@ def test_mistakes_are_errors_before_a_pass() -> None:
     reads = "The reference reads `model.embed_tokens.weight`, which has `requires_grad=True`"
     with pytest.raises(ValueError, match=re.escape(reads)):
         core.Reference(model, Accelerator(cpu=True))
-    with pytest.raises(ValueError, match=re.escape("`within` must return a context: pass `model.disable_adapter`")):
+    with pytest.raises(
+        ValueError, match=re.escape("`within` must return a context. Pass the method `model.disable_adapter`")
+    ):
         core.Reference(model, Accelerator(cpu=True), within=lambda: None)  # type: ignore[arg-type,return-value]
     model.forward = lambda **_: None
     with pytest.raises(RuntimeError, match=re.escape("something replaced `model.forward` after `attach(model)`")):
@@ -342,7 +344,7 @@ def test_a_reference_whose_values_depend_on_the_batch_runs_in_each_call(tmp_path
     passes = len(tokens)
     reference.log_probs(**inputs)
     assert len(tokens) > passes
-    with pytest.raises(ValueError, match="`folder` cannot keep this reference: its positions"):
+    with pytest.raises(ValueError, match="`folder` cannot store log-probs of this reference: its positions"):
         core.Reference(model, Accelerator(cpu=True), tmp_path)
 
 

@@ -301,7 +301,7 @@ def test_kernels_that_cannot_run_are_an_error_with_the_reason(monkeypatch, works
         check_kernels("cuda", CPU)
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     hidden, weight = torch.randn(2, 4), torch.randn(9, 4)
-    with pytest.raises(ValueError, match="`kernels='triton'` is not available: on the CPU Triton runs only with"):
+    with pytest.raises(ValueError, match="`kernels='triton'` is not available: Triton runs on the CPU only with"):
         linear_log_probs(hidden, weight, torch.tensor([0, 1]), kernels="triton")
     with pytest.raises(ValueError, match="`head_kernels` must be None or one of"):
         DPOConfig(str(tmp_path), head_kernels="cuda", use_cpu=True, bf16=False)

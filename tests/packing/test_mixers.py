@@ -83,7 +83,7 @@ def test_a_mixer_that_reads_padding_stays_padded() -> None:
     scoring.packing.checked = False
     see(model, EXAMPLES["dpo"](), grad=False)
     assert scoring.packing.padded_reason == (
-        "on the first batch, outputs of its RecurrentGemmaRecurrentBlock depend on padding"
+        "on the first batch, outputs of the model's RecurrentGemmaRecurrentBlock depend on padding"
     )
 
 

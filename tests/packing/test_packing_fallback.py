@@ -156,7 +156,7 @@ def test_a_batch_that_is_longer_than_a_chunk_stays_padded(caplog: pytest.LogCapt
         assert (seen.fed < batch.input_ids.numel()) == is_packed
         assert_same(seen, see(padded, batch), 1e-5 if is_packed else 0.0)
     assert scoring.packing.padded_reason is None
-    assert warned(caplog) == ["A batch is not packed: it is longer than a chunk of the attention, 20 tokens."]
+    assert warned(caplog) == ["A batch is not packed: it is longer than an attention chunk of 20 tokens."]
 
 
 def test_a_row_in_which_llama_4_would_scale_queries_by_their_column_stays_padded(
@@ -498,4 +498,4 @@ def test_a_decoder_with_batch_statistics_stays_padded() -> None:
     """Padding is part of the statistics."""
     model = build("llama")
     model.model.layers[0].mlp.norm = torch.nn.BatchNorm1d(4)
-    assert attach(model).packing.padded_reason == "the model normalises over the tokens of a batch, with padding"
+    assert attach(model).packing.padded_reason == "the model normalises over the tokens of a batch, padding included"

@@ -167,7 +167,7 @@ def test_the_first_batch_with_images_decides_whether_they_are_packed(caplog: pyt
         assert (packed.tokens == padded.tokens) is (batch is with_images)
     assert scoring.packing.padded_reason is None
     (warning,) = (record.message for record in caplog.records if record.name == "trl_ext")
-    assert warning.startswith("A batch is not packed: on the first batch with images, hidden states differ")
+    assert warning.startswith("A batch is not packed: on the first batch with images, packed hidden states differ")
 
 
 class Normalized(nn.Module):

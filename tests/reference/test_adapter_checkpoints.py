@@ -143,5 +143,5 @@ def test_a_checkpoint_with_the_reference_of_another_model_is_an_error(workshop, 
         "dpo", trl_ext, workshop, tmp_path, None, peft_config=lora_config(bias="lora_only"), sync_ref_model=True, **SYNC
     )
     other._reference_weights.policy_reference.copies["base_model.model.lm_head.weight"] = torch.zeros(1)
-    with pytest.raises(ValueError, match=r"only one of the two has `base_model.model.lm_head.weight`"):
+    with pytest.raises(ValueError, match=r"`base_model.model.lm_head.weight` is in only one of the two"):
         other.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-2"))

@@ -317,7 +317,7 @@ def test_trained_parameters_that_are_not_saved_give_a_warning(workshop, tmp_path
     warnings = (
         build("dpo", trl_ext, workshop, tmp_path, norms_trained(workshop, tmp_path, "default")).explain().warnings
     )
-    assert "layernorm.weight` and 3 more is trained but belongs to no adapter" in warnings[-1]
+    assert "layernorm.weight` and 3 more are trained but in no adapter" in warnings[-1]
     for policy in (one(workshop, tmp_path, "default"), drawn(base(workshop), lora_config(bias="all"), 0)):
         assert not build("dpo", trl_ext, workshop, tmp_path, policy).explain().warnings
 
@@ -445,7 +445,7 @@ def test_every_active_adapter_is_part_of_the_identity_of_the_reference(workshop,
                     param.add_(0.5)
         policy.base_model.set_adapter(["a", "b"])
         trainer = build("dpo", trl_ext, workshop, tmp_path, policy, reference_store="disk")
-        assert 'the adapters "a" and "b" as before training' in trainer.explain()["reference"].reason
+        assert 'the adapters "a" and "b" from before training' in trainer.explain()["reference"].reason
         found.add(trainer._source._identity)
     assert len(found) == 3
 

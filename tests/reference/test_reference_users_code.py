@@ -22,7 +22,7 @@ from token_counts import counted
 from trl_ext.reference.weights import ReferenceWeights
 
 FACTOR = 0.5
-UNKNOWN = " reads is not known, so a later run cannot compare it"
+UNKNOWN = " reads, so a later run cannot compare the reference"
 
 
 @pytest.fixture
@@ -239,7 +239,7 @@ def test_a_users_attention_is_the_users_code(base, monkeypatch):
 def test_an_object_in_an_operation_is_not_stored(base):
     model = base()
     model.model.norm.forward = functools.partial(torch.mul, SimpleNamespace(factor=0.5))
-    assert "what the object of the class `SimpleNamespace` holds is not known" in reason(model)
+    assert "trl_ext cannot tell what the object of the class `SimpleNamespace` holds" in reason(model)
 
 
 # The trainer
@@ -255,7 +255,7 @@ def test_the_plan_says_why_log_probs_stay_in_memory(workshop, tmp_path, base):
         subject = trainer(workshop, tmp_path, ref_model=model, **options)
         plan = " ".join(subject.explain()["reference"].reason.split())
         assert "kept in memory, for this run only, because " in plan
-        assert options or f"because what `{__name__}.Scaled`{UNKNOWN}." in plan
+        assert options or f"because trl_ext cannot tell what `{__name__}.Scaled`{UNKNOWN}." in plan
     assert not (tmp_path / "datasets" / "trl_ext_reference_log_probs").exists()
 
 

@@ -56,7 +56,7 @@ def test_vllm_does_not_sample_with(base, kind):
 def test_other_models_are_named(base):
     assert unsupported_adapter(base) == "the policy has no adapter"
     model = get_peft_model(base, IA3Config(target_modules=["k_proj"], feedforward_modules=[]))
-    assert unsupported_adapter(model) == "vLLM has no IA3"
+    assert unsupported_adapter(model) == "vLLM does not support IA3"
 
 
 def test_a_weight_that_is_trained_beside_the_adapter_is_named(base):

@@ -204,7 +204,9 @@ def test_a_server_without_the_backend_is_refused(server):
 def test_a_folder_that_the_server_does_not_see_is_named(server, monkeypatch):
     client = FileClient(base_url=server("tied"))
     monkeypatch.setattr(Path, "touch", lambda path: None)  # as if it had been made in another container
-    with pytest.raises(ValueError, match=rf"does not see the trainer's folder {client.folder}\. Run both on one host"):
+    with pytest.raises(
+        ValueError, match=rf"does not see the trainer's folder {client.folder}\. Run server and trainer on one host"
+    ):
         client.init_communicator("cpu")
 
 

@@ -34,7 +34,7 @@ def test_the_ratio_is_one_and_vllm_returns_the_same_completions(train, name):
 
 UNKNOWN = {
     "top_p": (0.9, "(set `top_k` too)"),
-    "top_k": (30, "20 tokens, fewer than `top_k=30` (raise its `max_logprobs`)"),
+    "top_k": (30, "20 tokens, fewer than `top_k=30` (raise vLLM's `max_logprobs`)"),
 }
 
 

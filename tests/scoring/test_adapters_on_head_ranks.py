@@ -16,6 +16,7 @@ from head_definition import floats_apart
 from model_families import batch
 from tiny import Workshop
 from trl_ext.scoring.forward import ScoringOptions, attach_scoring_forward
+from trl_ext.scoring.head import resolve_head
 
 pytestmark = pytest.mark.filterwarnings("ignore:Model (with|has) `tie_word_embeddings=True`")
 
@@ -101,3 +102,22 @@ def test_unsupported_sharded_heads_are_an_error_on_every_rank(ranks, workshop, e
     for message in ranks.run(on_ranks, 2, workshop, name, engine, False):
         assert why in message
         assert "Leave `lm_head` out of the adapter" in message
+
+
+class Doubled(torch.nn.Linear):
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input) * 2
+
+
+def custom_head_on_ranks(group: dist.ProcessGroup) -> str:
+    head = Doubled(8, 16, bias=False)
+    fully_shard(head, mesh=DeviceMesh.from_group(group, "cpu"))
+    with pytest.raises(NotImplementedError) as error:
+        resolve_head(head)
+    return str(error.value)
+
+
+def test_a_sharded_head_of_another_class_is_an_error_that_names_no_adapter(ranks):
+    for message in ranks.run(custom_head_on_ranks, 2):
+        assert "because it is a `Doubled`. This combination is not supported. Use DDP or one process" in message
+        assert "adapter" not in message

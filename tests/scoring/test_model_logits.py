@@ -196,7 +196,7 @@ def test_the_check_runs_8_tokens_once() -> None:
 @pytest.mark.parametrize(("name", "words"), [
     ("recurrent_gemma", "multiplies its logits by 1 with a softcap of 3, and TRL by 1 with no softcap"),
     ("mpt", "multiplies its logits by 1 with no softcap, and TRL by 0.25 with no softcap"),
-    ("bert", "computes more than a product between its last hidden states and its logits, which TRL leaves out"),
+    ("bert", "computes more than a product between its last hidden states and its logits, and TRL computes only"),
     ("llama", None),
 ])  # fmt: skip
 def test_the_plan_says_where_trl_is_wrong(name: str, words: str | None, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ import re
 from typing import Any
 
 import pytest
+import torch
 import transformers as t
 
 from logit_models import CONTROLS, SHAPE, build
@@ -65,3 +66,14 @@ def test_a_reference_model_is_named_as_such() -> None:
 def test_decoders_are_accepted(name: str) -> None:
     """Also those of families that have an encoder elsewhere."""
     attach_scoring_forward(build(name), ScoringOptions())
+
+
+def test_a_head_that_is_no_linear_layer_is_not_cast() -> None:
+    class Doubled(torch.nn.Linear):
+        def forward(self, input: torch.Tensor) -> torch.Tensor:
+            return super().forward(input) * 2
+
+    model = build("llama")
+    model.lm_head = Doubled(model.config.hidden_size, model.config.vocab_size, bias=False)
+    with pytest.raises(ValueError, match="is not supported with this model's LM head: it is a `Doubled`, not a"):
+        attach_scoring_forward(model, ScoringOptions(cast_lm_head_to_fp32=True))

@@ -120,7 +120,9 @@ def test_the_plan_says_so_in_one_row(workshop: Workshop, tmp_path: Path, caplog:
     case = replace(ALL_CASES["dpo-sigmoid-full"], ours={"balance": False, "head_chunk_size": 7, "padding_free": False})
     trainer = build(case, AS_TRL, workshop, str(tmp_path), Record())
     (row,) = trainer.explain(verbose=True).decisions
-    without = "Without effect: `balance`, `head_chunk_size`."  # `padding_free` is an argument of TRL's, too
+    without = (
+        "These arguments have no effect: `balance`, `head_chunk_size`."  # `padding_free` is an argument of TRL's, too
+    )
     assert row.reason == f"As stock TRL, because `as_trl` is True. {without}"
     trainer.train()
     assert [x.getMessage() for x in caplog.records if "what runs" in x.getMessage()] == [
@@ -171,7 +173,7 @@ def test_a_feature_that_trl_lacks_is_an_error(name: str, tmp_path: Path):
 
 
 def test_a_loss_that_trl_lacks_is_an_error(tmp_path: Path):
-    with pytest.raises(ValueError, match=r"has no loss type 'cdpo'\. Remove it\."):
+    with pytest.raises(ValueError, match=r"has no loss type 'cdpo'\. Remove one of the two\."):
         trl_ext.DPOConfig(
             output_dir=str(tmp_path), bf16=False, use_cpu=True, as_trl=True, loss_type=["sigmoid", "cdpo"]
         )

@@ -119,7 +119,9 @@ def test_what_was_trained_is_saved_before_an_unknown_name_stops(
     scheduler: str, workshop: Workshop, tmp_path: Path
 ) -> None:
     bench = Bench(workshop, tmp_path)
-    with pytest.raises(ValueError, match=r"^Unknown `metric_for_best_model` 'bleu'\. .* step 1 is in `checkpoint-1`"):
+    with pytest.raises(
+        ValueError, match=r"^Unknown `metric_for_best_model` 'bleu'\. .* and resume from `checkpoint-1`"
+    ):
         train(bench, "sft", "bleu", subclass=sometimes, lr_scheduler_type=scheduler)
     saved = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint-1")
     weights = dict(bench.trainer.model.named_parameters())
@@ -164,8 +166,8 @@ def test_a_metric_of_the_last_set_is_a_warning(
     sets = {"a": PAIRS, "b": PAIRS}
     train(Bench(workshop, tmp_path), "dpo", "rewards/margins", eval_dataset=sets)
     assert (
-        "is that of the last of several evaluation sets. To name one, choose from: 'eval_a_rewards/margins'"
-        in caplog.text
+        "is the metric of the last evaluation set. To use the metric of a certain set, choose from: "
+        "'eval_a_rewards/margins'" in caplog.text
     )
     caplog.clear()
     trainer = train(Bench(workshop, tmp_path), "dpo", "b_rewards/margins", eval_dataset=sets)

@@ -321,7 +321,7 @@ def test_rows_that_are_long_for_code_of_the_user_are_named(runs: Runs) -> None:
     row = runs.bench.trainer.explain()["first batch"]
     assert not row.routine
     assert "Up to 4 rows of at most 509 tokens" in row.reason
-    assert "code that is not of a library" in row.reason
+    assert "code that is not part of a library" in row.reason
 
 
 def on_ranks(rank: Rank, change: Callable[[Any], None]) -> list[Any]:

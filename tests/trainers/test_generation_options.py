@@ -41,11 +41,11 @@ MISTAKES: dict[str, tuple[Callable[[Bench, str], None], str]] = {
     "several sequences": (
         sampled(num_return_sequences=2),
         "`generation_kwargs` has `num_return_sequences=2`, but TRL samples one completion for each row of a batch. Set "
-        "`num_generations`.",
+        "`num_generations` instead.",
     ),
     "more than tokens": (
         sampled(return_dict_in_generate=True, output_scores=True),
-        "`generation_kwargs` has `return_dict_in_generate=True`, but TRL reads the tokens alone. Leave it out.",
+        "`generation_kwargs` has `return_dict_in_generate=True`, but TRL expects only the tokens. Leave it out.",
     ),
     "a temperature of 0": (sampled(temperature=0.0), "`generation_kwargs` has `temperature=0.0`, which must be above"),
     "a lookup of several rows": (
@@ -88,8 +88,8 @@ OF_GRPO: dict[str, tuple[Callable[[Bench], None], str]] = {
     ),
     "a completion too many": (
         lambda bench: bench.grpo(rollout_func=rollout(4, 3, 2, 1, extra=1)),
-        "`rollout_func` returned 5 completions for 4 prompts. A prompt is repeated for each of its completions: return "
-        "one for each.",
+        "`rollout_func` returned 5 completions for 4 prompts. TRL repeats a prompt for each of its completions: return "
+        "one completion for each entry of `prompts`.",
     ),
 }
 FAST = {("stop strings", "grpo"), ("several sequences", "rloo"), ("images of None", "grpo")}

@@ -114,4 +114,4 @@ def test_the_plan_says_what_recurrent_layers_process(workshop: Workshop, tmp_pat
     make_model("lfm2", workshop)
     trainer = build_trainer(replace(CASES["dpo"], model="lfm2"), OURS, workshop, str(tmp_path), OURS.dpo_trainer)
     reason = trainer.explain()["packing"].reason
-    assert reason.endswith("Recurrent layers process rows of near lengths, with little padding.")
+    assert reason.endswith("Recurrent layers process rows of similar lengths together, with little padding.")

@@ -239,7 +239,7 @@ def columns(**changes: list[Any]) -> Any:
 
 GOOD = [1.0] * 8
 BAD_DATA = [
-    (columns(chosen_reward=None), "the train data set has no column `chosen_reward`. The RPO loss types need"),
+    (columns(chosen_reward=None), "The train data set has no column `chosen_reward`. The RPO loss types need"),
     (
         columns(rejected_reward=[*GOOD[:5], math.nan, 0.0, 0.0]),
         "`rejected_reward` must be a finite number, got nan in row 5 of the train data set",
@@ -282,7 +282,7 @@ def test_evaluation_data_is_checked_too(workshop: Workshop, tmp_path: Path):
             **options,
         )
     seen = run(trl_ext, workshop, tmp_path, loss_type="rpo_squared")
-    with pytest.raises(ValueError, match="the eval data set has no column `rejected_reward`"):
+    with pytest.raises(ValueError, match="The eval data set has no column `rejected_reward`"):
         seen.trainer.evaluate(columns(rejected_reward=None))
     assert seen.trainer.evaluate(rewarded(3, seed=4))["eval_loss"] > 0
 
@@ -342,8 +342,8 @@ def test_unsupported_options_are_refused(config: dict[str, Any], message: str, w
         ({"sft_label_smoothing_convention": "keras"}, "must be one of .*got 'keras'"),
         ({"reward_scale": math.nan}, "`reward_scale` must be a finite number, got nan"),
         ({"reward_scale": -1.0}, "`reward_scale` must be above 0, got -1.0"),
-        ({"reward_scale": 2.0}, "Only RPO uses `reward_scale=2.0`, and `loss_type"),
-        ({"rpo_average_log_probs": True, "loss_type": ["cdpo"]}, "Only RPO uses `rpo_average_log_probs=True`"),
+        ({"reward_scale": 2.0}, "Only the RPO loss types use `reward_scale=2.0`, and `loss_type"),
+        ({"rpo_average_log_probs": True, "loss_type": ["cdpo"]}, "Only the RPO loss types use `rpo_average_log_"),
         ({"loss_type": []}, "`loss_type` is empty"),
     ],
 )

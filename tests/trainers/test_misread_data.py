@@ -138,7 +138,7 @@ DOUBTFUL: dict[str, tuple[str, Callable[[], Dataset], Callable[[], Any], str]] =
         ),
         tokenizer,
         "`prompt` of `train_dataset` is also at the start of `completion`, in row 0 and in 3 of the 12 rows that were "
-        "read. Unless an answer should repeat it, it is trained twice. Remove it there:",
+        "read. Such a row has its prompt twice, which is right only if the answer should repeat it. Remove it from ",
     ),
     "completions that all begin with their prompts": (
         "sft",
@@ -153,8 +153,8 @@ DOUBTFUL: dict[str, tuple[str, Callable[[], Dataset], Callable[[], Any], str]] =
             {"prompt": "w1 w2", "chosen": "w3", "rejected": "w4"},
         ),
         tokenizer,
-        "in row 0 and in 1 of the 2 rows that were read. Unless an answer should repeat it, it is trained twice. Leave "
-        "only the answer in `chosen` and `rejected`.",
+        "in row 0 and in 1 of the 2 rows that were read. Such a row has its prompt twice, which is right only if the "
+        "answer should repeat it. Leave only the answer in `chosen` and `rejected`.",
     ),
     "pairs that begin with the headline that they continue": (
         "dpo",
@@ -220,14 +220,14 @@ DOUBTFUL: dict[str, tuple[str, Callable[[], Dataset], Callable[[], Any], str]] =
         lambda: rows(HUMAN, times=2),
         keeps_roles,
         "`messages` of `train_dataset` has the role 'human' in row 0, and the chat template of `processing_class` "
-        "renders this name, not 'user', which models know. Rename the roles:",
+        "renders this name as it is, although models know 'user'. Rename the roles:",
     ),
     "a role that the template leaves out": (
         "sft",
         lambda: rows({"messages": [{"role": "developer", "content": "Be brief."}, user("a"), assistant("b")]}, times=2),
         chat_tokenizer,
-        "has the role 'developer' in row 0, but the chat template of `processing_class` does not render its messages. "
-        "Give them a role that it renders, or remove them.",
+        "has the role 'developer' in row 0, but the chat template of `processing_class` does not render messages with "
+        "this role. Give such messages a role that the template renders, or remove them.",
     ),
     "BOS in text that was formatted before": (
         "sft",
@@ -246,7 +246,7 @@ DOUBTFUL: dict[str, tuple[str, Callable[[], Dataset], Callable[[], Any], str]] =
         "dpo",
         lambda: rows({"prompt": "w1 w2", "chosen": "<s> w3", "rejected": "<s> w4"}, times=4),
         formatted_before,
-        "`chosen` of `train_dataset` has '<s>' at its start, so it would be after the prompt",
+        "`chosen` of `train_dataset` has '<s>' at its start, which would follow the prompt",
     ),
     "EOS before the end of a line": (
         "sft",
@@ -646,8 +646,8 @@ def test_labels_that_train_rightly_are_silent(
         (
             rows({"prompt": "w1", "completion": " w2", "text": "w1 w2"}, times=4),
             {},
-            "`train_dataset` has the column `text` beside `prompt` and `completion`. TRL trains on these two, but adds "
-            "'</s>' to `text` alone, so completions have no end. Remove the column: "
+            "`train_dataset` has the column `text` beside `prompt` and `completion`. TRL trains on `prompt` and "
+            "`completion`, but adds '</s>' only to `text`, so completions have no end. Remove that column: "
             '`dataset.remove_columns("text")`.',
         ),
         (
@@ -711,7 +711,7 @@ def test_a_mask_that_is_not_read_is_a_warning(
 ) -> None:
     bench = Bench(workshop, tmp_path)
     bench.sft(train_dataset=rows({"input_ids": [3, 4, 5], "completion_mask": [0, 0, 1]}, times=4))
-    assert "`completion_mask` of `train_dataset` is not read, so the loss is of prompts, too." in caplog.text
+    assert "`completion_mask` of `train_dataset` is not read, so the loss also counts prompts." in caplog.text
     assert bench.trainer.train_dataset[0]["labels"] == [3, 4, 5]
 
 
@@ -726,8 +726,8 @@ def test_completion_only_loss_without_completions_in_evaluation_is_a_warning(
 @pytest.mark.parametrize(
     ("text", "processing_class", "words"),
     [
-        ("<s> w1 w2", formatted_before, "returns text for `train_dataset` that has '<s>' at its start"),
-        ("w1 w2 w3 </s> w4", tokenizer, "returns text for `train_dataset` that has '</s>' at its end"),
+        ("<s> w1 w2", formatted_before, "text for `train_dataset` that already has the '<s>' at its start"),
+        ("w1 w2 w3 </s> w4", tokenizer, "text for `train_dataset` that already has the '</s>' at its end"),
         ("w1 w2 w3 </s>", tokenizer, None),
     ],
 )
@@ -751,7 +751,9 @@ def test_template_options_that_are_not_read_are_a_warning(
         caplog.clear()
         bench = Bench(workshop, tmp_path)
         getattr(bench, method)(model=workshop.model("chat"), train_dataset=prompts, chat_template_kwargs=options)
-        assert ("`chat_template_kwargs` of `train_dataset` is not read by" in caplog.text) is (options is None)
+        assert ("does not read the column `chat_template_kwargs` of `train_dataset`." in caplog.text) is (
+            options is None
+        )
 
 
 def test_a_later_row_of_a_stream_is_named(workshop: Workshop, tmp_path: Path) -> None:

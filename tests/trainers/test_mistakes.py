@@ -37,7 +37,7 @@ from trl_ext.compat.choices import (
 
 MISTAKES = read_table()
 # Beginnings of messages that do not begin with the name of an argument
-BEGINNINGS = ("Unknown `", "No part of the model would be trained", "the train data set has no column `chosen_reward`")
+BEGINNINGS = ("Unknown `", "No part of the model would be trained", "The train data set has no column `chosen_reward`")
 
 
 @pytest.fixture

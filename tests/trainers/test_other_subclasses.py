@@ -281,5 +281,5 @@ def test_a_term_that_an_override_below_ours_would_not_reach_is_an_error(
 
     ours = replace(OURS, dpo_trainer=type("OfUser", (trl_ext.DPOTrainer, Between), {}))
     case = Case("below", "dpo", config={"loss_type": loss["loss_type"]}, ours=loss)
-    with pytest.raises(ValueError, match="an override of `_compute_loss` between its trainer and TRL's"):
+    with pytest.raises(ValueError, match="in a class between trl_ext's `DPOTrainer` and TRL's would not get that term"):
         train(case, ours, workshop)

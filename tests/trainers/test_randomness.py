@@ -294,7 +294,7 @@ def test_a_hook_that_comes_after_generation_is_warned_of(
     prepare, config = SOURCES["within steps"]
     case = replace(RUNS[run], config={**RUNS[run].config, **config})
     trained(case, OURS, workshop, prepare)
-    message = "A hook has come since this batch was generated: a forward hook of `model.embed_tokens`"
+    message = "A hook was added after this batch was generated: a forward hook of `model.embed_tokens`"
     assert any(message in record.getMessage() for record in caplog.records)
 
 

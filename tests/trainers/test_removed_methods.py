@@ -20,7 +20,7 @@ LINES = "import functools, torch, trl, trl_ext, transformers\n"
 DEAD = {
     "DPO, its loss": (
         "class Own(trl_ext.DPOTrainer):\n    def dpo_loss(self, a, b, c, d):\n        return a - b\n",
-        "`Own` has the method `dpo_loss`, which TRL no longer calls. Override `_compute_loss` instead of `dpo_loss`. "
+        "`Own` has the method `dpo_loss`, which TRL no longer calls. Instead of `dpo_loss`, override `_compute_loss`. "
         "If your code calls it, rename it.",
     ),
     "DPO, several that call each other": (
@@ -34,22 +34,23 @@ DEAD = {
     "DPO, rows": (
         "class Own(trl_ext.DPOTrainer):\n    @staticmethod\n    def tokenize_row(features, processing_class):\n"
         "        return features\n",
-        "`Own` has the method `tokenize_row`, which TRL no longer calls. Override `_prepare_dataset` instead of",
+        "`Own` has the method `tokenize_row`, which TRL no longer calls. Instead of `tokenize_row`, override",
     ),
     "KTO, a mixin": (
         "class Loss:\n    def kto_loss(self, *logps):\n        return logps\n"
         "class Own(Loss, trl_ext.KTOTrainer):\n    pass\n",
-        "`Own` has the method `kto_loss`, which TRL no longer calls. Override `_compute_loss` instead of `kto_loss`.",
+        "`Own` has the method `kto_loss`, which TRL no longer calls. Instead of `kto_loss`, override `_compute_loss`.",
     ),
     "GRPO, its pass": (
         "class Own(trl_ext.GRPOTrainer):\n    @torch.no_grad()\n"
         "    def _get_per_token_logps(self, model, ids, mask, keep):\n        return ids\n",
-        "`Own` has the method `_get_per_token_logps`, which TRL no longer calls. Override "
-        "`_get_per_token_logps_and_entropies` instead of",
+        "`Own` has the method `_get_per_token_logps`, which TRL no longer calls. Instead of "
+        "`_get_per_token_logps`, override `_get_per_token_logps_and_entropies`.",
     ),
     "SFT, the model": (
         "class Own(trl_ext.SFTTrainer):\n    def _prepare_peft_model(self, model, *given):\n        return model\n",
-        "`Own` has the method `_prepare_peft_model`, which TRL no longer calls. Prepare the model before you pass it",
+        "`Own` has the method `_prepare_peft_model`, which TRL no longer calls. Instead of "
+        "`_prepare_peft_model`, prepare the model before you pass it.",
     ),
     "DPO, samples": (
         "class Own(trl_ext.DPOTrainer):\n    def get_batch_samples(self, model, batch):\n        return batch\n",

@@ -35,9 +35,10 @@ class PhaseTimes:
             self.seconds[phase] += time.monotonic() - begun
 
     def line(self) -> str:
-        """Return the time since this object was made, and that of each phase. The rest is mostly training steps."""
+        """Return the time since this object was made, and that of each phase. The rest is training steps and "
+        "start-up."""
         total = time.monotonic() - self._begun
-        phases = {**self.seconds, "the rest": total - sum(self.seconds.values())}
+        phases = {**self.seconds, "other (steps, start-up)": total - sum(self.seconds.values())}
         # Not "0.0 s"
         times = [f"{name} {_readable(seconds)}" for name, seconds in phases.items() if seconds >= 0.05]
         parts = f": {', '.join(times)}" if len(times) > 1 else ""

@@ -77,29 +77,41 @@ _SAMPLING = (
     Rule(
         "repetition_penalty",
         above=0,
-        hint="1 is no penalty.",
+        hint="A value of 1 means no penalty.",
         read_by="generation",
         when=_is_sampler_option("repetition_penalty"),
     ),
-    Rule("top_k", least=0, hint="0 keeps all tokens.", is_optional=True, read_by="generation", when=_limits_top_k),
+    Rule(
+        "top_k",
+        least=0,
+        hint="A value of 0 keeps all tokens.",
+        is_optional=True,
+        read_by="generation",
+        when=_limits_top_k,
+    ),
 )
-_TEMPERATURE = Rule("temperature", above=0, hint="For less random samples, use a small one.")
-_KL_WEIGHT_HINT = "A negative one would drive the policy away from its reference."
+_TEMPERATURE = Rule("temperature", above=0, hint="For less random samples, use a small value.")
+_KL_WEIGHT_HINT = "A negative value would drive the policy away from its reference."
 
 # Method -> what its trainer, or its loss, reads. What depends on several fields is in the functions below
 _RULES: dict[str, tuple[Rule, ...]] = {
     "sft": (
         *(Rule(name, choices=choices) for name, choices in SFT_CHOICES.items()),
-        Rule("max_length", least=2, hint="The model predicts nothing from one token.", is_optional=True),
+        Rule("max_length", least=2, hint="A row of one token has nothing to predict.", is_optional=True),
     ),
     "dpo": (
         *_REFERENCE_SYNC,
         Rule("truncation_mode", choices=TRUNCATION_MODES, when=_limits_length),
         Rule("max_length", least=2, hint=_ONE_TOKEN_EACH, is_optional=True),
         *(Rule(name, choices=choices, read_by="loss") for name, choices in DPO_CHOICES.items()),
-        Rule("beta", least=0, hint="A negative one would prefer the rejected completion.", read_by="loss"),
+        Rule(
+            "beta",
+            least=0,
+            hint="A negative value would train the policy to prefer rejected completions.",
+            read_by="loss",
+        ),
         Rule("ld_alpha", least=0, most=1, is_optional=True, read_by="loss"),
-        Rule("label_smoothing", least=0, most=1, hint="It is the share of labels that are wrong.", read_by="loss"),
+        Rule("label_smoothing", least=0, most=1, hint="It is the assumed share of wrong labels.", read_by="loss"),
     ),
     "kto": (
         *_REFERENCE_SYNC,
@@ -119,7 +131,7 @@ _RULES: dict[str, tuple[Rule, ...]] = {
         Rule("beta", least=0, hint=_KL_WEIGHT_HINT, read_by="loss"),
         Rule("epsilon", least=0, read_by="loss"),
         Rule("epsilon_high", least=0, is_optional=True, read_by="loss"),
-        Rule("delta", above=0, hint="It is the most that the ratio can be.", is_optional=True, read_by="loss"),
+        Rule("delta", above=0, hint="It is the upper bound of the ratio.", is_optional=True, read_by="loss"),
         Rule("top_entropy_quantile", least=0, most=1, read_by="loss"),
     ),
     "rloo": (
@@ -158,8 +170,8 @@ def check_dpo_arguments(config: Any, *, own_loss: bool) -> None:
             Rule(row.divides_by, above=0, hint="The loss divides by it.").check(getattr(config, row.divides_by))
     if config.beta == 0 and all(row.needs_beta for row in rows.values()):
         raise ValueError(
-            f"`beta=0` leaves nothing to train with `loss_type={config.loss_type}`. Set it above 0; TRL's default is "
-            "0.1."
+            f"`beta=0` leaves nothing to train with `loss_type={config.loss_type}`. Set `beta` above 0. TRL's default "
+            "is 0.1."
         )
 
 
@@ -204,13 +216,16 @@ def check_kto_arguments(config: Any, *, own_loss: bool) -> None:
     if loss.is_known and loss.has_kl_term and config.per_device_train_batch_size == 1:
         raise ValueError(
             "`per_device_train_batch_size` must be 2 or more, got 1: the KL term pairs each prompt with the completion "
-            'of another row of the batch. Raise it, or use `loss_type="apo_zero_unpaired"`, which has no KL term.'
+            'of another row of the batch. Raise the batch size, or use `loss_type="apo_zero_unpaired"`, which has no '
+            "KL term."
         )
     if own_loss:
         return
     _check_loss_types([config.loss_type], KTO_LOSS_TYPES, trl.KTOTrainer)
     if not (config.desirable_weight or config.undesirable_weight):
-        raise ValueError("`desirable_weight=0` and `undesirable_weight=0` leave nothing to train. Set one above 0.")
+        raise ValueError(
+            "`desirable_weight=0` and `undesirable_weight=0` leave nothing to train. Set at least one of them above 0."
+        )
 
 
 def check_rloo_arguments(config: Any, *, own_loss: bool, own_advantages: bool, own_generation: bool) -> None:
@@ -283,7 +298,8 @@ def check_completion_length(config: Any, model: Any) -> None:
     if has_position_table(model, positions) and not ends_before:
         raise ValueError(
             f"`max_completion_length={completion_length}` leaves no room for a prompt: the model has positions for "
-            f"{positions} tokens (`max_position_embeddings`). Lower it, or use a model for longer sequences."
+            f"{positions} tokens (`max_position_embeddings`). Lower `max_completion_length`, or use a model with more "
+            "positions."
         )
     logger.warning(
         f"`max_completion_length={completion_length}` is not less than the {positions} tokens that the model was "
@@ -309,9 +325,9 @@ def _check_loss_types(names: Collection[str], known_names: Iterable[str], trl_tr
 def warn_of_unknown_loss_types(names: Collection[str]) -> None:
     """Warn that nothing is assumed of these loss types of TRL's. The plan says what follows."""
     logger.warning(
-        f"`loss_type`: this release of trl_ext does not know {' and '.join(map(repr, names))} of TRL {FOUND['trl']}, "
-        "and assumes nothing of it. It trains as in TRL: no row moves to another micro-batch or is skipped, and no "
-        "micro-batch is split, not even with `max_tokens_per_micro_batch`. Check for a later trl_ext."
+        f"`loss_type`: this release of trl_ext does not know {' and '.join(map(repr, names))} of TRL {FOUND['trl']}. "
+        "Training runs as in TRL: no row is skipped or moves to another micro-batch, and no micro-batch is split, not "
+        "even with `max_tokens_per_micro_batch`. Check for a later release of trl_ext."
     )
 
 
@@ -353,8 +369,8 @@ def check_given(name: str, arguments: dict[str, Any], config: Any, config_class:
         raise ValueError(f"`model` of `{name}` is None. Pass a model, its name or its folder.")
     if isinstance(uncompiled(model), PeftMixedModel):
         raise TypeError(
-            f"`model` of `{name}` is a `PeftMixedModel`, which TRL takes for a model without adapters and PEFT cannot "
-            "save. Pass a `PeftModel`."
+            f"`model` of `{name}` is a `PeftMixedModel`. TRL takes it for a model without adapters, and PEFT cannot "
+            "save it. Pass a `PeftModel`."
         )
     _check_model(model, config)
     rewards = arguments.get("reward_funcs")
@@ -371,10 +387,11 @@ def check_given(name: str, arguments: dict[str, Any], config: Any, config_class:
     if isinstance(ref_model, str):
         raise TypeError(
             f"`ref_model={ref_model!r}` is a name, but must be a model. Load it with "
-            "`AutoModelForCausalLM.from_pretrained(...)`, or leave it out to use the model before training."
+            "`AutoModelForCausalLM.from_pretrained(...)`, or leave it out: then the model before training is the "
+            "reference."
         )
     if collator is not None and not callable(collator):
-        raise TypeError(f"`data_collator` must be a function or an object of a collator's class, got {collator!r}.")
+        raise TypeError(f"`data_collator` must be a function or an instance of a collator class, got {collator!r}.")
     callbacks = arguments.get("callbacks")
     if callbacks is not None and not isinstance(callbacks, list):
         got = f"a `{type(callbacks).__name__}`"
@@ -484,7 +501,7 @@ def padding_reason(trainer: Any) -> str | None:
     if trainer.neftune_noise_alpha is not None:
         return "the noise of `neftune_noise_alpha` depends on the width of the batch"
     if trainer.args.n_gpu > 1:
-        return "one process uses several GPUs; start one process per GPU (`accelerate launch`)"
+        return "one process uses several GPUs (`accelerate launch` starts one process per GPU)"
     return None
 
 
@@ -507,8 +524,8 @@ def check_groups(args: Any, ranks: Ranks) -> None:
     for group, cause in groups:
         if sampler is not None:
             raise ValueError(
-                f"With {cause} the ranks of a group would sample different completions under `{sampler}=True`. Set it "
-                "to False."
+                f"With {cause}, the ranks of a group would sample different completions under `{sampler}=True`. Set "
+                f"`{sampler}=False`."
             )
         args.generation_batch_size = args.per_device_train_batch_size * group.copies * args.steps_per_generation
         sizes = [("train", args.generation_batch_size, args.num_generations)]

@@ -43,8 +43,8 @@ def check_best_metric(trainer: Any) -> None:
     if is_of_last_set and not any(metric.startswith(x) for x in sets):
         metrics_of_sets = ", ".join(f"'{x}{metric.removeprefix('eval_')}'" for x in sets)
         logger.warning(
-            f"`metric_for_best_model={args.metric_for_best_model!r}` is that of the last of several evaluation sets. "
-            f"To name one, choose from: {metrics_of_sets}."
+            f"`metric_for_best_model={args.metric_for_best_model!r}` is the metric of the last evaluation set. To use "
+            f"the metric of a certain set, choose from: {metrics_of_sets}."
         )
     if any(fnmatchcase(metric, name) for name in (*known_metrics, *unlisted)) or _gives_other_metrics(trainer):
         return
@@ -64,8 +64,8 @@ def check_given_metrics(trainer: Any, metrics: Mapping[str, Any], trial: Any) ->
 
     trainer._save_checkpoint(trainer.model, trial)
     raise ValueError(
-        f"Unknown `metric_for_best_model` {name!r}. {_choices(_full_name(name), list(metrics))} The training until "
-        f"step {step} is in `{PREFIX_CHECKPOINT_DIR}-{step}`: correct the name, and resume from there."
+        f"Unknown `metric_for_best_model` {name!r}. {_choices(_full_name(name), list(metrics))} Correct the "
+        f"name, and resume from `{PREFIX_CHECKPOINT_DIR}-{step}`, which has just been saved."
     )
 
 

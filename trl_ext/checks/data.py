@@ -74,8 +74,8 @@ def check_rows_are_left(dataset: Any, config: Any) -> None:
         has_mode = hasattr(config, "truncation_mode")
         remedy = ", shorten the prompts, or set `truncation_mode='keep_end'`" if has_mode else " or shorten the prompts"
         raise ValueError(
-            f"`max_length={config.max_length}` leaves no row of `train_dataset`: every prompt alone reaches it. Raise "
-            f"it{remedy}."
+            f"`max_length={config.max_length}` leaves no row of `train_dataset`: every prompt alone reaches that "
+            f"length. Raise `max_length`{remedy}."
         )
 
 
@@ -161,8 +161,8 @@ class _RowChecks:
         kinds = self.check_values(row, place, columns)
         if len(set(kinds.values())) > 1:
             raise ValueError(
-                f"`{name}` mixes text and messages: {', '.join(f'`{x}` is {kind}' for x, kind in kinds.items())} in "
-                f"{_row(place)}. {mixed_hint(row, kinds)}"
+                f"`{name}` mixes text and messages in {_row(place)}: "
+                f"{', '.join(f'`{x}` is {kind}' for x, kind in kinds.items())}. {mixed_hint(row, kinds)}"
             )
         # TRL's `is_conversational` reads the first message of any column
         read_values = {x: row[x] for x in (*kinds, "chat_template_kwargs") if row.get(x)}
@@ -219,11 +219,14 @@ def sft_columns(row: dict[str, Any], name: str, *, text_field: str | None) -> tu
             return (text_field,)
     elif "completion" in row:
         return "prompt", "completion"
-    reads = "SFT reads `text` (or the column in `dataset_text_field`), or `messages`, or both `prompt` and `completion`"
+    reads = (
+        "SFT reads `text` (or the column that `dataset_text_field` names), `messages`, or both `prompt` and "
+        "`completion`"
+    )
     missing_columns = [column for column in ("prompt", "completion") if column not in row]
     has_prompt = "prompt" in row or any(x in row for x in _OTHER_NAMES["prompt"])
     likely = {x: _OTHER_NAMES[x] for x in missing_columns if has_prompt}
-    hint = "Rename yours."
+    hint = "Rename your columns."
     if "prompt" in row and (chat or text_field in row):
         hint = f'To train on `{[*chat, text_field][0]}`, remove the prompt: `dataset.remove_columns("prompt")`.'
     elif chat:
@@ -242,7 +245,7 @@ def _joined_prompt(row: dict[str, Any], other_names: dict[str, tuple[str, ...]])
     if input_column is None or completion is None:
         return ""
     return (
-        'Make them of what you have: `dataset.map(lambda row: {"prompt": row["instruction"] + "\\n\\n" + '
+        'Build them from your columns: `dataset.map(lambda row: {"prompt": row["instruction"] + "\\n\\n" + '
         f'row["{input_column}"], "completion": row["{completion}"]}})`.'
     )
 
@@ -336,7 +339,7 @@ def _check_prompts(dataset: Any, name: str, processing_class: Any, method: str) 
     rows = sampled_rows(dataset, ["prompt"])
     if dataset.format["type"] not in (None, "torch", "custom") and isinstance(rows[0]["prompt"], list):
         raise ValueError(
-            f"`{name}` has the format {dataset.format['type']!r}, which makes arrays of messages. Remove it: "
+            f"`{name}` has the format {dataset.format['type']!r}, which turns messages into arrays. Remove it: "
             "`dataset.with_format(None)`."
         )
     _check_messages_exist(dataset, "prompt", name, has_prompt=True)
@@ -351,7 +354,7 @@ def _warn_of_unread_options(dataset: Any, name: str, config: Any, method: str) -
     """Warn of template options in a column, which other trainers read."""
     if "chat_template_kwargs" in (columns_of(dataset) or ()) and not config.chat_template_kwargs:
         logger.warning(
-            f"`chat_template_kwargs` of `{name}` is not read by {method}. Set `chat_template_kwargs` in "
+            f"{method} does not read the column `chat_template_kwargs` of `{name}`. Set `chat_template_kwargs` in "
             f"`{method}Config`, or remove the column."
         )
 
@@ -389,8 +392,8 @@ def check_rewards(arguments: dict[str, Any], config: Any, *, has_environments: b
             raise TypeError(f"`reward_funcs` contains {reward!r}. Pass a function, a model or the name of a model.")
         if reserved is not None:
             raise ValueError(
-                f"`train_dataset` has the column `{reserved}`, but TRL passes its own `{reserved}` to rewards. "
-                f'Rename it: `dataset.rename_column("{reserved}", "...")`.'
+                f"`train_dataset` has the column `{reserved}`, but TRL passes its own `{reserved}` to reward "
+                f'functions. Rename the column: `dataset.rename_column("{reserved}", "...")`.'
             )
         if columns is not None:
             passed_keywords = [*REWARD_KEYWORDS, *(x for x in columns if x not in REWARD_COLUMNS_LEFT_OUT)]
@@ -460,8 +463,8 @@ def _check_messages_exist(dataset: Dataset, column: str, name: str, *, has_promp
     row = first_empty(dataset, column)
     if row is not None and (not has_prompt and column in ("chosen", "rejected")):
         raise ValueError(
-            f"`{column}` is empty in row {row} of `{name}`, so it has no prompt: there is no column `prompt`. Remove "
-            "the row, or add the column."
+            f"`{column}` is empty in row {row} of `{name}`, so the row has no prompt: there is no column `prompt`. "
+            "Remove the row, or add the column."
         )
     if row is not None and not isinstance(dataset[row][column], str):
         _kind([], column, row, name)

@@ -25,7 +25,7 @@ def check_generation(config: Any) -> None:
     if options.get(copies) not in (None, 1):
         raise ValueError(
             f"`generation_kwargs` has `{copies}={options[copies]!r}`, but TRL samples one completion for each row of a "
-            "batch. Set `num_generations`."
+            "batch. Set `num_generations` instead."
         )
     temperature = options.get("temperature")
     # The importance ratio to vLLM corrects for another temperature
@@ -33,7 +33,8 @@ def check_generation(config: Any) -> None:
     if temperature is not None and temperature != config.temperature and not is_corrected:
         logger.warning(
             f"`generation_kwargs` has `temperature={temperature!r}`, but log-probs are computed with `temperature="
-            f"{config.temperature!r}`: the gradient is that of another distribution. Set `temperature` alone."
+            f"{config.temperature!r}`, so the gradient is that of another distribution. Remove it from "
+            "`generation_kwargs`, and set `temperature`."
         )
     if not config.use_vllm:
         _check_transformers(options, config)
@@ -43,12 +44,12 @@ def _check_transformers(options: Mapping[str, Any], config: Any) -> None:
     if options.get("stop_strings"):
         raise ValueError(
             f"`generation_kwargs` has `stop_strings={options['stop_strings']!r}`, but TRL calls `generate` without the "
-            "tokenizer that it needs, and would train on the padding after a stop string. End completions with a token "
-            "(`model.generation_config.eos_token_id`), or sample with vLLM and `stop`."
+            "tokenizer that stop strings need, and would train on the padding after a stop string. End completions "
+            "with a token (`model.generation_config.eos_token_id`), or sample with vLLM and `stop`."
         )
     if options.get("return_dict_in_generate"):
         raise ValueError(
-            "`generation_kwargs` has `return_dict_in_generate=True`, but TRL reads the tokens alone. Leave it out."
+            "`generation_kwargs` has `return_dict_in_generate=True`, but TRL expects only the tokens. Leave it out."
         )
     samples = options.get("do_sample", True)
     if samples and options.get("temperature") is not None and not options["temperature"] > 0:
@@ -65,7 +66,7 @@ def _check_transformers(options: Mapping[str, Any], config: Any) -> None:
     if not samples and (options.get("num_beams") or 1) == 1:
         logger.warning(
             "`generation_kwargs` has `do_sample=False`, so all completions of a prompt are equal, and their advantages "
-            "are zero unless the rewards are random. Leave it out to sample."
+            "are zero unless the rewards are random. Leave `do_sample` out to sample."
         )
     known_options = vars(GenerationConfig())
     for name in options:
@@ -99,7 +100,9 @@ def check_has_length(config: Any, *, has_tools: bool, own_loss: bool) -> None:
     divides = grpo_loss_type(config.loss_type).divides_by_completion_length and not own_loss
     if divides or has_tools:
         reason = (
-            f'`loss_type="{config.loss_type}"` divides by it' if divides else "completions with tools are cut at it"
+            f'`loss_type="{config.loss_type}"` divides by it'
+            if divides
+            else "completions with tools are cut at that length"
         )
         raise ValueError(f"`max_completion_length` is None, but {reason}. Set it to a number of tokens.")
 

@@ -63,8 +63,8 @@ def check_options(row: dict[str, Any], place: int, name: str) -> None:
     except ValueError:
         tool_list = "no JSON"
     if tool_list and not isinstance(tool_list, list):
-        hint = 'Give None: `dataset.map(lambda row: {"tools": row["tools"] or None})`.'
-        hint = hint if tools == "" else "Give a list of tools, as it is or as JSON, or None for no tools."
+        hint = 'Replace it with None: `dataset.map(lambda row: {"tools": row["tools"] or None})`.'
+        hint = hint if tools == "" else "Give the list of tools itself, the list as JSON, or None for no tools."
         raise ValueError(f"`tools` is {reprlib.repr(tools)} in row {place} of `{name}`. {hint}")
 
 
@@ -124,18 +124,19 @@ def _check_role(
     if _MARKER not in as_given:
         if usual and _MARKER in as_usual:
             raise ValueError(
-                f"{where}, but the chat template of `processing_class` does not render its messages. {conversion}"
+                f"{where}, but the chat template of `processing_class` does not render messages with this role. "
+                f"{conversion}"
             )
         # Else the template drops it on purpose, renders no plain text, or fails, as it then does in TRL
         if as_given and not usual and not is_named and _MARKER in as_usual:
             logger.warning(
-                f"{where}, but the chat template of `processing_class` does not render its messages. Give them a role "
-                "that it renders, or remove them."
+                f"{where}, but the chat template of `processing_class` does not render messages with this role. Give "
+                "such messages a role that the template renders, or remove them."
             )
     elif usual and _MARKER in as_usual and as_usual != as_given and not is_named:
         logger.warning(
-            f"{where}, and the chat template of `processing_class` renders this name, not {usual!r}, which models "
-            f"know. {conversion}"
+            f"{where}, and the chat template of `processing_class` renders this name as it is, although models know "
+            f"{usual!r}. {conversion}"
         )
 
 

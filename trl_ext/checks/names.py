@@ -69,8 +69,8 @@ _REMOVED = {
         ("max_completion_length", "max_target_length"), "Use `max_length`, which limits prompt and completion together."
     ),
     "padding_value": "Use `pad_token`, which takes the token and not its id.",
-    "ref_model_init_kwargs": "Load the reference with them, and pass it to the trainer as `ref_model`.",
-    "reference_free": "The loss needs a reference. For one without, see `trl.experimental.cpo`.",
+    "ref_model_init_kwargs": "Load the reference model with these arguments, and pass it as `ref_model`.",
+    "reference_free": "The loss needs a reference. For a loss without a reference, see `trl.experimental.cpo`.",
     "rpo_alpha": 'Use `loss_type=["sigmoid", "sft"]` and `loss_weights=[1.0, {value}]`.',
     "tools": "Add a column `tools` to the data set.",
     "truncation_mode": f"{_LEFT_OUT} `max_length` keeps the beginning of a row.",

@@ -31,9 +31,10 @@ def check_overrides(trainer: Any, arguments: Iterable[Any]) -> None:
     dead = removed_methods.keys() - _called(trainer, arguments, removed_methods)
     if dead:
         owner = type(trainer).__name__
-        remedies = [f"{REMOVED_METHODS[trls][name]} instead of `{name}`" for name in removed_methods if name in dead]
+        remedies = [f"instead of `{name}`, {REMOVED_METHODS[trls][name]}" for name in removed_methods if name in dead]
         methods = ", ".join(f"`{name}`" for name in removed_methods if name in dead)
-        message = f"`{owner}` has the method {methods}, which TRL no longer calls. {'; '.join(remedies)}."
+        remedy = "; ".join(remedies)
+        message = f"`{owner}` has the method {methods}, which TRL no longer calls. {remedy[0].upper()}{remedy[1:]}."
         if any(_is_mentioned_elsewhere(name, [removed_methods[x] for x in dead]) for name in dead):
             logger.warning(message)
         else:

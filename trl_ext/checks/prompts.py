@@ -64,7 +64,7 @@ _UNSPACED = re.compile(
 
 
 def check_repeated_prompts(rows: Rows, columns: tuple[str, ...], name: str) -> None:
-    """Raise `ValueError` if prompts are also at the start of the completions, so that TRL trains them twice.
+    """Raise `ValueError` if prompts are also at the start of the completions, so that rows have them twice.
 
     `columns` are those that TRL reads. Messages are compared, so one row is enough. Text may have to start with its
     prompt, so in text all rows must, and be dialogues, or pairs that both repeat a question: else, only warn.
@@ -89,7 +89,7 @@ def check_repeated_prompts(rows: Rows, columns: tuple[str, ...], name: str) -> N
     if is_certain and len(whole) == len(texts) and any(map(_is_long, prompts)):
         raise ValueError(
             f"`prompt` of `{name}` is also at the start of {_listed(completions)}, in row {whole[0]} and every other "
-            f"row that was read, so it would be trained twice. {_removal(completions, is_prefix)}"
+            f"row that was read, so each row would have its prompt twice. {_removal(completions, is_prefix)}"
         )
     doubtful = whole if len(whole) >= _FEW * len(texts) else []
     if pairs and not whole and len(in_first) == len(texts):
@@ -100,8 +100,8 @@ def check_repeated_prompts(rows: Rows, columns: tuple[str, ...], name: str) -> N
     if doubtful and any(_is_long(texts[place]["prompt"]) for place in doubtful):
         logger.warning(
             f"`prompt` of `{name}` is also at the start of `{completions[0]}`, in row {doubtful[0]} and in "
-            f"{len(doubtful)} of the {len(texts)} rows that were read. Unless an answer should repeat it, it is "
-            f"trained twice. {_removal(completions, is_prefix)}"
+            f"{len(doubtful)} of the {len(texts)} rows that were read. Such a row has its prompt twice, which is right "
+            f"only if the answer should repeat it. {_removal(completions, is_prefix)}"
         )
 
 
@@ -130,9 +130,13 @@ def _check_repeated_messages(rows: Rows, columns: tuple[str, ...], name: str) ->
     elif all(x == ["completion"] for x in repeating.values()) and all(
         _same_messages(rows[x]["completion"], rows[x]["prompt"]) for x in repeating
     ):
-        hint = 'Remove it there: `dataset.map(lambda row: {"completion": row["completion"][len(row["prompt"]) :]})`.'
+        hint = (
+            "Remove it from `completion`: "
+            '`dataset.map(lambda row: {"completion": row["completion"][len(row["prompt"]) :]})`.'
+        )
     raise ValueError(
-        f"`prompt` of `{name}` is also at the start of {where}, in row {place}, so it would be trained twice. {hint}"
+        f"`prompt` of `{name}` is also at the start of {where}, in row {place}, which would have its prompt twice. "
+        f"{hint}"
     )
 
 
@@ -148,7 +152,7 @@ def mixed_hint(row: dict[str, Any], kinds: Mapping[str, str]) -> str:
             )
         if all(holds_prompt) and chats == ["completion"] and len(row["completion"]) > 1:
             return (
-                "The completion holds the prompt, too. Split it: `dataset.map(lambda row: "
+                "The completion holds the prompt, too. Split the completion: `dataset.map(lambda row: "
                 '{"prompt": row["completion"][:-1], "completion": row["completion"][-1:]})`.'
             )
         if all(not _is_asking(row[x][0]) for x in chats):
@@ -156,7 +160,7 @@ def mixed_hint(row: dict[str, Any], kinds: Mapping[str, str]) -> str:
                 'Make the prompt a message: `dataset.map(lambda row: {"prompt": [{"role": "user", "content": '
                 'row["prompt"]}]})`.'
             )
-    return "Give all columns as text, or all as lists of messages, with the prompt in `prompt` alone."
+    return "Give text in all columns, or lists of messages in all columns. Only `prompt` may hold the prompt."
 
 
 def check_missing_prompts(rows: Rows, name: str) -> None:
@@ -173,7 +177,7 @@ def check_missing_prompts(rows: Rows, name: str) -> None:
         if start.wrong_cut:
             raise ValueError(
                 f"`chosen` and `rejected` of `{name}` have no common start in row {place}, and `chosen` ends with a "
-                "space: TRL would make a prompt of all that precedes it. Remove the space: "
+                "space: TRL would take all that precedes that space as the prompt. Remove the space: "
                 '`dataset.map(lambda row: {"chosen": row["chosen"].rstrip()})`.'
             )
     with_other_prompt = {place: start for place, start in starts_of_rows.items() if start.other_prompt}
@@ -294,7 +298,7 @@ def _renaming(row: dict[str, Any], names: list[str], is_chat: bool) -> str:
         value = f'[{{"role": "user", "content": {value}}}]'
     elif len(columns) < 2:
         return f'Rename the column: `dataset.rename_column("{names[0]}", "prompt")`.'
-    return f'Make it of what you have: `dataset.map(lambda row: {{"prompt": {value}}})`.'
+    return f'Build it from your columns: `dataset.map(lambda row: {{"prompt": {value}}})`.'
 
 
 def _common_start(chosen: Any, rejected: Any) -> list[Any]:
@@ -410,8 +414,11 @@ def _removal(columns: list[str], can_be_removed: bool = True) -> str:
     if not can_be_removed:
         return f"Leave only the answer in {_listed(columns)}."
     if len(columns) > 1:
-        return 'Remove the column: `dataset.remove_columns("prompt")`. TRL takes the start that both share as prompt.'
+        return (
+            'Remove the column: `dataset.remove_columns("prompt")`. TRL then takes the common start of '
+            f"{_listed(columns)} as the prompt."
+        )
     return (
-        f'Remove it there: `dataset.map(lambda row: {{"{columns[0]}": '
+        f'Remove it from `{columns[0]}`: `dataset.map(lambda row: {{"{columns[0]}": '
         f'row["{columns[0]}"].strip().removeprefix(row["prompt"].strip())}})`.'
     )

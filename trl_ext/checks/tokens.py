@@ -41,16 +41,17 @@ def check_special_tokens(
                 ended.setdefault(place, column)
             if first == "prompt" and _begins_with_bos(row.get(column), tokenizer):
                 within.setdefault(place, column)
+    cause = "TRL or the tokenizer adds it to text that already has it."
     for places, words, hint in (
-        (begun, f"would have {tokenizer.bos_token!r} twice at its start", _REMOVE_START),
-        (within, f"has {tokenizer.bos_token!r} at its start, so it would be after the prompt", _REMOVE_START),
-        (ended, f"would have {tokenizer.eos_token!r} twice at its end", _REMOVE_END),
+        (begun, f"would have {tokenizer.bos_token!r} twice at its start", f"{cause} {_REMOVE_START}"),
+        (within, f"has {tokenizer.bos_token!r} at its start, which would follow the prompt", _REMOVE_START),
+        (ended, f"would have {tokenizer.eos_token!r} twice at its end", f"{cause} {_REMOVE_END}"),
     ):
         if len(places) > _FEW * len(rows):
             place, column = next(iter(places.items()))
             logger.warning(
                 f"`{column}` of `{name}` {words}, in {len(places)} of the {len(rows)} rows that were read, such as row "
-                f"{place}: TRL or the tokenizer adds it to text that has it. {hint}"
+                f"{place}. {hint}"
             )
 
 
@@ -102,8 +103,8 @@ def check_token_ends(dataset: Any, name: str, tokenizer: Any) -> None:
     for count, token, end in ((begun, tokenizer.bos_token, "start"), (ended, tokenizer.eos_token, "end")):
         if count > _FEW * len(rows):
             logger.warning(
-                f"`formatting_func` returns text for `{name}` that has {token!r} at its {end}, where TRL or the "
-                f"tokenizer adds it, too: {count} of the {len(rows)} rows that were read have it twice. "
+                f"`formatting_func` returns text for `{name}` that already has the {token!r} at its {end} that TRL or "
+                f"the tokenizer adds: {count} of the {len(rows)} rows that were read have it twice. "
                 f"{_REMOVE_START if end == 'start' else _REMOVE_END}"
             )
 
@@ -121,21 +122,21 @@ def check_completion_only(
     if is_prepared:
         has_completion = bool(columns & {"labels", "completion_mask", "assistant_masks"})
     if completion_only and not has_completion:
-        hint = "Give `prompt` and `completion`, or leave it out."
+        hint = "Give `prompt` and `completion`, or leave `completion_only_loss` out."
         if columns & {"messages", "conversations"}:
-            hint = "Set `assistant_only_loss=True`, which scores the assistant's messages alone."
+            hint = "Set `assistant_only_loss=True`, which scores only the assistant's messages."
         if is_prepared:
-            hint = "Add `completion_mask` or `labels`, or leave it out."
+            hint = "Add `completion_mask` or `labels`, or leave `completion_only_loss` out."
         message = (
-            f"`completion_only_loss=True` has no effect on `{name}`, which has the columns {sorted(columns)}: its loss "
-            f"would be of every token. {hint}"
+            f"`completion_only_loss=True` has no effect on `{name}`, which has the columns {sorted(columns)}: the "
+            f"loss would count every token. {hint}"
         )
         if not evaluates:
             raise ValueError(message)
         logger.warning(message)
     if completion_only is None and "completion_mask" in columns and "labels" not in columns and is_prepared:
         logger.warning(
-            f"`completion_mask` of `{name}` is not read, so the loss is of prompts, too. Set "
+            f"`completion_mask` of `{name}` is not read, so the loss also counts prompts. Set "
             "`completion_only_loss=True`, or remove the column."
         )
 
@@ -144,8 +145,8 @@ def check_label_column(columns: set[str], name: str) -> None:
     """Raise `ValueError` if rows that are not prepared have a column `labels`, such as that of a classifier."""
     if "labels" in columns and "input_ids" not in columns:
         raise ValueError(
-            f"`labels` of `{name}` would be the labels of its tokens, which TRL makes of the text or messages. Remove "
-            'the column: `dataset.remove_columns("labels")`.'
+            f"`labels` of `{name}` would become the labels of the tokens that TRL makes from the text or messages. "
+            'Remove the column: `dataset.remove_columns("labels")`.'
         )
 
 
@@ -161,8 +162,8 @@ def check_completion_ends(dataset: Any, name: str, text_field: str, eos: str | N
     pairs = [(row["completion"], row[text_field]) for row in rows]
     if any(isinstance(x, str) and isinstance(y, str) and not x.endswith(eos) and not y.endswith(eos) for x, y in pairs):
         logger.warning(
-            f"`{name}` has the column `{text_field}` beside `prompt` and `completion`. TRL trains on these two, but "
-            f"adds {eos!r} to `{text_field}` alone, so completions have no end. Remove the column: "
+            f"`{name}` has the column `{text_field}` beside `prompt` and `completion`. TRL trains on `prompt` and "
+            f"`completion`, but adds {eos!r} only to `{text_field}`, so completions have no end. Remove that column: "
             f'`dataset.remove_columns("{text_field}")`.'
         )
 
@@ -178,8 +179,8 @@ def check_formatting(dataset: Any, name: str, text_field: str) -> None:
     if "prompt" in columns:
         if "completion" not in columns:
             raise ValueError(
-                f"`{name}` has the column `prompt`, so TRL reads `prompt` and `completion`, not the text of "
-                "`formatting_func`. Rename the column, and read it there by the new name."
+                f"`{name}` has the column `prompt`, so TRL reads `prompt` and `completion`, not the text that "
+                "`formatting_func` returns. Rename the column, also in `formatting_func`."
             )
         read_columns = ["prompt", "completion"]
     elif is_conversational(dataset[0]):
@@ -209,8 +210,8 @@ def check_labels(dataset: Any, name: str, *, evaluates: bool) -> None:
         if not isinstance(labels, list) or len(labels) != len(ids):
             raise ValueError(
                 f"`labels` of `{name}` must be a list with a label for each token of `input_ids`, got "
-                f"{reprlib.repr(labels)} for {reprlib.repr(ids)}. Give -100 to tokens without a label, and each mask "
-                "one value for each token."
+                f"{reprlib.repr(labels)} for {reprlib.repr(ids)}. Use -100 for tokens without a label, and give "
+                "each mask one value per token."
             )
     unlabeled = [place for place, row in rows.items() if not has_label(row["labels"])]
     if not unlabeled:
@@ -220,14 +221,14 @@ def check_labels(dataset: Any, name: str, *, evaluates: bool) -> None:
     if evaluates:
         logger.warning(
             f"`{name}` has rows in which every label is -100, such as row {unlabeled[0]}. A batch of such rows counts "
-            "as a loss of 0 in the mean. Remove them: `dataset.filter(lambda row: max(row['labels']) >= 0)`."
+            "as a loss of 0 in the mean. Remove these rows: `dataset.filter(lambda row: max(row['labels']) >= 0)`."
         )
 
 
 def refuse_unlabeled(name: str) -> NoReturn:
     raise ValueError(
-        f"`{name}` has no token to train on: every label is -100 in all of its rows. Look at `labels` or the masks if "
-        "you made them; else the completions are empty, or the chat template leaves them out."
+        f"`{name}` has no token to train on: every label is -100 in all of its rows. If you made `labels` or masks, "
+        "look at them. Otherwise the completions are empty, or the chat template leaves them out."
     )
 
 

@@ -192,7 +192,7 @@ def check_numbers(config: Any) -> None:
     steps = getattr(config, "max_steps", None)
     # With `max_steps`, some write -1 for epochs
     if isinstance(epochs, Real) and epochs < 0 and isinstance(steps, Real) and steps <= 0:
-        raise ValueError(f"`num_train_epochs` must be 0 or more, got {epochs!r}. Or set `max_steps`.")
+        raise ValueError(f"`num_train_epochs` must be 0 or more, got {epochs!r}. Change it, or set `max_steps`.")
 
 
 def _check_range(name: str, value: Any) -> None:
@@ -224,8 +224,8 @@ def check_dictionaries(config: Any) -> None:
         elif isinstance(value, str) and not isinstance(_json(value), dict):
             or_file = ", or the path of a JSON file" if in_file else ""
             raise ValueError(
-                f"`{name}` must be a dictionary, got {value!r}. On the command line, give JSON"
-                f"""{or_file}: '{{"name": "value"}}'."""
+                f"`{name}` must be a dictionary, got {value!r}. On the command line, give JSON such as "
+                f"""'{{"name": "value"}}'{or_file}."""
             )
         elif not isinstance(value, str) and not in_file:
             raise ValueError(f"`{name}` must be a dictionary, got {value!r}.")

@@ -68,7 +68,7 @@ def _without_command(arguments: list[str]) -> int:
         hint = did_you_mean(word, COMMANDS)
         raise CommandError(f"`{word}` is not a command.{hint} Choose from: {', '.join(COMMANDS)}.")
     print(_OVERVIEW, *(wrapped(x.help, f"    {x.name:<14}") for x in COMMANDS.values()), sep="\n")
-    print("\n`COMMAND --help` lists its arguments. `--traceback` shows where an error arose.")
+    print("\n`trl-ext COMMAND --help` lists a command's arguments.\n`--traceback` shows where an error arose.")
     return 0
 
 

@@ -35,8 +35,8 @@ class RewardScriptArguments(ScriptArguments):
     """TRL's arguments about data sets, and the rewards."""
 
     reward_funcs: list[str] = field(default_factory=list)
-    """Reward functions: `my_rewards.py:brevity` is the function `brevity` in that file, `my_rewards.brevity` in a
-    module on Python's path or in the current folder, and `accuracy_reward` the one in `trl.rewards`."""
+    """Reward functions. `my_rewards.py:brevity` names the function `brevity` in that file. `my_rewards.brevity` names
+    it in a module on Python's path or in the current folder. `accuracy_reward` names a function of `trl.rewards`."""
 
     reward_model_name_or_path: str | None = None
     """Reward model: a name on the Hub or a folder."""
@@ -198,10 +198,7 @@ def _refuse_short(line: Line, of_launch: Collection[str]) -> None:
         if word.partition("=")[0] == "--":
             raise CommandError(f"`{word}` is not an argument of `{line.prog}`. Write a name after `--`.")
         if re.match("-[^-]", word) and not _NEGATIVE_NUMBER.match(word) and word not in ("-h", *of_launch):
-            long = word.lstrip("-")
-            raise CommandError(
-                f"`{word}` is not an argument of `{line.prog}`: names begin with `--`, such as `--{long}`."
-            )
+            raise CommandError(f"`{word}` is not an argument of `{line.prog}`: names begin with `--`.")
 
 
 def _instead(argument: Argument, line: Line, known_names: set[str]) -> str:

@@ -115,7 +115,7 @@ COMMANDS: dict[str, Command] = {
         MethodCommand(
             "estimate", "estimate the memory of a training step, and the longest sequence that fits", reads_data=False
         ),
-        MethodCommand("plan", "find the batch, checkpointing and engine that fit, the fastest first"),
+        MethodCommand("plan", "find the batch, checkpointing and engine that fit, and show the fastest first"),
         Compare("compare", "compare a few steps of TRL and of trl_ext: results, tokens, time, memory"),
         Command("doctor", "check versions, devices and the engine, and test the LM head on each device"),
     )

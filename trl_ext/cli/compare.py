@@ -52,7 +52,7 @@ class CompareArguments:
     """Optimizer steps of each run."""
 
     rounds: int = 1
-    """Runs of each library, in turns. Times are medians over all of them."""
+    """Runs of each library, in turns. Times are medians over all runs."""
 
 
 @dataclass
@@ -227,26 +227,26 @@ def report(
     yield _row(f"{unit} in a step, median", _median(runs, later, lambda x: x.seconds), ".3f")
     yield _row(f"{unit} in the first step", _median(runs, first, lambda x: x.seconds), ".3f")
     if stock.samples:
-        yield _row(f"{unit} in generation, a step", _median(runs, later, lambda x: x.generation_seconds), ".3f")
+        yield _row(f"{unit} of generation in a step", _median(runs, later, lambda x: x.generation_seconds), ".3f")
     peaks = [statistics.median(x.peak_mib or 0 for x in runs[library]) for library in LIBRARIES]
     if all(peaks):
         yield _row("peak MiB, trainer and steps", peaks, ",.0f")
     if stock.samples:
-        yield "Tokens and steps are without generation."
+        yield "Tokens and times of steps do not include generation."
     yield ""
     limits = {name: f"{value:.1e} (rounding: up to {tolerances[name]:.2g})" for name, value in _measured(comparison)}
     worst = max(comparison.metrics, key=comparison.metrics.__getitem__, default="none")
     yield f"{'largest difference of the loss':36}{limits['loss']}"
     yield f"{f'of {len(comparison.metrics)} metrics, in {worst}':36}{limits['metrics']}"
-    yield f"{'of the weights, of their change':36}{limits['weights']}"
+    yield f"{'of weights, relative to change':36}{limits['weights']}"
     if comparison.samples:
         equal = sum(comparison.samples)
         yield f"{'equal samples':36}{equal} of {len(comparison.samples)} calls of `generate`"
     if comparison.of_other_rows:
-        yield f"not compared, means over other rows in trl_ext: {', '.join(comparison.of_other_rows)}"
+        yield f"not compared, because trl_ext averages over other rows: {', '.join(comparison.of_other_rows)}"
     for library, names in comparison.only.items():
         if names:
-            yield f"logged by {library} alone: {', '.join(names)}"
+            yield f"logged only by {library}: {', '.join(names)}"
     beyond = comparison.beyond(tolerances)
     is_strict = tolerances is TOLERANCES["float32"]
     agreement = "Equal up to rounding" if is_strict else "No gross difference"
@@ -254,11 +254,11 @@ def report(
     if not is_strict:
         yield "TRL rounds logits in lower precision. To compare strictly, add --bf16 false --dtype float32."
     if beyond and ours.drops_out:
-        yield "Draws of dropout differ. To compare without it, set it to 0, for LoRA by --lora_dropout 0."
+        yield "Dropout draws other random numbers in trl_ext. To compare without it, set it to 0 (--lora_dropout 0)."
     if beyond and any(entry.get("frac_reward_zero_std") for entry in ours.log):
         yield (
-            "Some groups have equal rewards, for which TRL's advantages can be rounding noise. To compare with it, add "
-            "--zero_advantages_of_equal_rewards false."
+            "Some groups have equal rewards, for which TRL's advantages can be rounding noise. To keep this noise in "
+            "trl_ext, add --zero_advantages_of_equal_rewards false."
         )
 
 

@@ -31,8 +31,8 @@ def demo_words(method: str, *, lora: bool = True) -> list[str]:
     folder = next((x for x in (_FOLDER, _CLONE / _FOLDER) if (x / "model").is_dir()), None)
     if folder is None:
         raise CommandError(
-            "Without `--model_name_or_path` and `--dataset_name`, the model in `examples/demo` is compared. Run the "
-            "command in a clone of trl_ext, or set both."
+            "Without `--model_name_or_path` and `--dataset_name`, `compare` needs the model in `examples/demo`, which "
+            "is not here. Run the command in a clone of trl_ext, or set both arguments."
         )
     data, words = _OF_METHOD[method]
     paths = ["--model_name_or_path", str(folder / "model"), "--dataset_name", str(folder / "data" / data)]

@@ -39,8 +39,9 @@ def run() -> int:
 
 
 _SHADOWED = (
-    "Scripts here import the folder `trl_ext`, which is no package, and fail with `cannot import name ... (unknown "
-    "location)`. Rename the folder, such as to `trl-ext`. If it is the clone that you installed, install it again."
+    "Scripts here would import the folder `trl_ext`, which is no package, and fail with `cannot import name ... "
+    "(unknown location)`. Rename the folder, for example to `trl-ext`. If it is the clone that you installed, install "
+    "it again afterwards."
 )
 
 
@@ -58,7 +59,7 @@ def _required() -> list[tuple[str, str, bool]]:
     """Return a row for each required package."""
     requirements = _requirements()
     if requirements is None:
-        return [("packages", "trl_ext has no metadata and no pyproject.toml. Run `pip install .`.", False)]
+        return [("packages", "trl_ext has no metadata and no pyproject.toml. Run `pip install .` in its clone.", False)]
     trainer_requirements = [
         x for x in map(Requirement, requirements) if x.marker is None or x.marker.evaluate({"extra": "trl"})
     ]
@@ -115,14 +116,15 @@ def _version(name: str) -> str | None:
 
 def _head_on(device: torch.device) -> list[tuple[str, str, bool]]:
     """Return rows for a device: its name, whether the LM head is exact on it, and which kernels the head uses."""
-    description = f"{torch.get_num_threads()} threads"
+    threads = torch.get_num_threads()
+    description = f"{threads} {'thread' if threads == 1 else 'threads'}"
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
         capability = f"{properties.major}.{properties.minor}"
         description = f"{properties.name}, {properties.total_memory / 2**30:.1f} GiB, capability {capability}"
     rows = [(str(device), description, True)]
     reason = triton_unavailable_reason(device)
-    kernels = "Triton" if reason is None else f"torch, since {reason}"
+    kernels = "Triton" if reason is None else f"torch, because {reason}"
     try:
         tested_cases = self_test(device)
     except Exception as error:  # a device may raise anything

@@ -30,7 +30,8 @@ class EstimateArguments:
     """The arguments of `estimate` alone."""
 
     device_memory: float | None = None
-    """Memory of a device in GiB, to find the longest sequence that fits. `None`: that of this machine's GPU, if any."""
+    """Memory of a device in GiB, to find the longest sequence that fits. `None`: the memory of this machine's
+    GPU, if any."""
 
     device: str = field(default="cuda", metadata={"choices": ["cuda", "cpu"]})
     """Where training will run, `"cuda"` or `"cpu"`. This machine need not have the device."""
@@ -39,8 +40,8 @@ class EstimateArguments:
     """Tokens of a prompt. `max_length` includes them; `max_completion_length` does not."""
 
     engine: str = field(default="one_process", metadata={"choices": [*ENGINES, "zero3"]})
-    """How training will run: `"one_process"`, `"ddp"`, or `"fsdp2"`, `"zero1"`, `"zero2"` as in
-    `examples/accelerate_configs`. `"zero3"` is not covered."""
+    """The engine of the run, as the files in `examples/accelerate_configs` set it: `"one_process"`, `"ddp"`, `"fsdp2"`,
+    `"zero1"` or `"zero2"`. `"zero3"` is not covered."""
 
     num_devices: int = 1
     """Number of devices, with one process each. The estimate is for one of them."""
@@ -68,7 +69,7 @@ def run(line: Line, process: Process) -> int:
     limit = None if arguments.device_memory is None else int(arguments.device_memory * GIB)
     if limit is None and arguments.device == "cuda" and torch.cuda.is_available():
         limit = torch.cuda.get_device_properties(0).total_memory
-    unknown = "Pass `--device_memory` in GiB: there is no GPU to read it from."
+    unknown = "unknown. Pass `--device_memory` in GiB, because there is no GPU to read it from."
     longest = unknown if limit is None else _longest(step, policy, limit, progress)
     progress.clear()
     print(wrapped(longest, f"{'longest':<13}"))
@@ -92,7 +93,7 @@ def _notes(estimated: Run, policy: Policy) -> list[str]:
     """Return what the estimate does not cover, and where it is for other rows than those of the arguments."""
     notes = [_NOT_COVERED]
     if estimated.samples and not estimated.prompt_length:
-        notes.insert(0, "Prompts count as 0 tokens: set `--prompt_length` to that of the longest.")
+        notes.insert(0, "Prompts count as 0 tokens: set `--prompt_length` to the length of the longest prompt.")
     if estimated.longest_row > policy.longest_row:
         notes.insert(
             0,
@@ -107,11 +108,11 @@ def _longest(step: Step, policy: Policy, limit: int, progress: CountingLine) -> 
     longest, most = longest_rows(step, policy.longest_row, limit, progress.update)
     why_no_longer = ""
     if longest + 64 > policy.longest_row:
-        why_no_longer = ", the longest that the model takes"
+        why_no_longer = " (the model takes no longer rows)"
     elif longest + 64 > most:
-        why_no_longer = ", the longest that `estimate` counts"
+        why_no_longer = " (`estimate` counts no longer rows)"
     rows = f"rows of {longest:,} tokens fit" if longest else "no row of 64 tokens fits"
-    return f"{rows} in {limit / GIB:.4g} GiB{why_no_longer}"
+    return f"{rows} into {limit / GIB:.4g} GiB{why_no_longer}"
 
 
 def _table(method: str, step: Step, policy: Policy, memory: StepMemory) -> str:
@@ -136,7 +137,7 @@ def _table(method: str, step: Step, policy: Policy, memory: StepMemory) -> str:
     lines += [
         ("activations", memory.activations, "after the forward pass of the backbone" + gathered + on_host),
         ("head", memory.head, "added by the LM head's forward pass"),
-        ("peak", memory.peak, "at once, in a forward, backward or optimizer step"),
+        ("peak", memory.peak, "the most at one time, in a forward, backward or optimizer step"),
     ]
     title = wrapped(
         f"{rows} of {step.tokens + 1:,} tokens per micro-batch, {_name(policy.dtype)} weights{autocast}, "

@@ -184,7 +184,9 @@ def refuse_word(word: str, line: Line) -> NoReturn:
         on = f"--{before.removeprefix('--no_')} {'false' if word.lower() == 'true' else 'true'}"
         raise CommandError(f"`{before}` takes no value, got `{word}`. Write `{before}` alone, or `{on}`.")
     is_yaml = word.endswith((".yaml", ".yml")) and line.file is None
-    remedy = f"Write `--config {word}` to read a YAML file" if is_yaml else "Put the name of its argument before it"
+    remedy = (
+        f"Write `--config {word}` to read a YAML file" if is_yaml else "Put the name of an argument before this value"
+    )
     raise CommandError(f"`{word}` is not an argument of `{line.prog}`. {remedy}.")
 
 
@@ -264,8 +266,8 @@ def _check_model(line: Line) -> None:
         raise CommandError(f"`--model_name_or_path` is `{name}`, but {problem}. Current folder: {Path.cwd()}.")
     if base is not None and _is_path(base) and not os.path.isdir(base):
         raise CommandError(
-            f"`--model_name_or_path` is `{name}`, an adapter of `{base}`, a folder that does not exist. Correct "
-            "`base_model_name_or_path` in its `adapter_config.json`."
+            f"`--model_name_or_path` is `{name}`, an adapter of `{base}`, but there is no folder `{base}`. Correct "
+            "`base_model_name_or_path` in the adapter's `adapter_config.json`."
         )
 
 
@@ -277,7 +279,8 @@ def _check_data(line: Line) -> None:
         of_kind = f"of the type `{kind}`" if kind else "without a type"
         file_types = ", ".join(DATA_FORMATS)
         raise CommandError(
-            f"`--dataset_name` is `{name}`, a file {of_kind}. Pass a folder, or a file of one of {file_types}."
+            f"`--dataset_name` is `{name}`, a file {of_kind}. Pass a folder, or a file that ends in one of "
+            f"{file_types}."
         )
 
 
@@ -347,8 +350,8 @@ def _check_adapter(line: Line) -> None:
                 f"adapter. To train it, leave {typed_name} out."
             )
         raise CommandError(
-            f"{argument.shown_name} has no effect unless `{argument.prefix}use_peft` is true. Set it, or leave "
-            f"{typed_name} out."
+            f"{argument.shown_name} has no effect without `{argument.prefix}use_peft`. Set "
+            f"`{argument.prefix}use_peft`, or leave {typed_name} out."
         )
 
 

@@ -36,8 +36,8 @@ _LITTLE = 0.1  # share of the memory below which a larger batch is advised
 _SHOWN = 3  # options that fit
 _MISSES = 4  # options that do not
 _NOT_COVERED = (
-    "Peaks and times are predictions, not measurements. No prediction was compared with a GPU. They leave out "
-    "workspaces of operators, the device's context, fragmentation, and generation (its key-value cache, vLLM)."
+    "Peaks and times are predictions, not measurements. No prediction was compared with a GPU. The predictions leave "
+    "out workspaces of operators, the device's context, fragmentation, and generation (its key-value cache, vLLM)."
 )
 _FLAGS = ("use_cpu", "multi_gpu", "use_fsdp", "use_deepspeed")  # arguments without a value
 
@@ -51,10 +51,10 @@ class PlanArguments:
     """Number of devices, with one process each."""
 
     device_memory: float | None = None
-    """Memory of a device in GiB. `None`: that of `--gpu`, or of this machine's GPU."""
+    """Memory of a device in GiB. `None`: the memory of `--gpu`, or of this machine's GPU."""
 
     gpu: str | None = field(default=None, metadata={"choices": [*GPUS]})
-    """The GPU of the run, with the memory and the limits in its data sheet. This machine need not have it."""
+    """The GPU of the run. Its data sheet gives the memory and the speed. This machine need not have such a GPU."""
 
     device: str | None = field(default=None, metadata={"choices": ["cuda", "cpu"]})
     """Where training will run. `None`: `"cpu"` with `use_cpu`, else `"cuda"`."""
@@ -63,7 +63,7 @@ class PlanArguments:
     """The YAML file to write, for `--config`. `None`: `plan.yaml` in `output_dir`."""
 
     apply: bool = False
-    """Start training with the best option, as with the written file as `--config`."""
+    """Start training with the best option, as `--config` with the written file does."""
 
 
 def run(line: Line, process: Process) -> int:
@@ -115,7 +115,10 @@ def run(line: Line, process: Process) -> int:
     chosen_arguments = _arguments_of(planner, best[0].candidate.option)
     variables = (given_arguments.get("env") or {}) | chosen_arguments.get("env", {})
     _write(path, {**given_arguments, **chosen_arguments, "env": variables or None})
-    print(wrapped(_NOT_COVERED), "", f"trl-ext {line.method} --config {path}", sep="\n")
+    print(wrapped(_NOT_COVERED), "")
+    run_it = "This command starts now" if arguments.apply else "Run this command as it is"
+    print(wrapped(f"{run_it}, to train with the first option and your other arguments:"), "", sep="\n")
+    print(f"trl-ext {line.method} --config {path}")
     if not arguments.apply:
         return 0
     # In a process of its own: this one has made an accelerator for the CPU
@@ -152,7 +155,7 @@ def _memory_of_device(arguments: PlanArguments, kind: str) -> _DeviceMemory:
         gpu = gpu_named(properties.name) or GPUS["A100-80GB"]
         return _DeviceMemory(gpu, properties.total_memory, f"{properties.name}, this machine's GPU")
     reason = "a CPU has no memory of its own" if kind == "cpu" else "there is no GPU to read it from"
-    remedy = "" if kind == "cpu" else f", or the GPU of the run with `--gpu`: {', '.join(GPUS)}"
+    remedy = "" if kind == "cpu" else f", or name the GPU of the run with `--gpu`: {', '.join(GPUS)}"
     raise CommandError(f"`--device_memory` is not set, and {reason}. Pass it in GiB{remedy}.")
 
 
@@ -202,7 +205,7 @@ def _to_add(option_arguments: dict[str, Any], given_arguments: dict[str, Any]) -
         if value is None and given_arguments.get(name) not in (None, False)
     ]
     if names:
-        yield wrapped(f"Leave out {' and '.join(names)}, which you gave.")
+        yield wrapped(f"Leave out {' and '.join(names)}, which you passed.")
     yield ""
 
 
@@ -300,13 +303,13 @@ def _unfit(planner: Planner, search_result: SearchResult, limit: int) -> str:
     ]
     parts = []
     if lines:
-        parts += [f"Does not fit into {readable(limit)}, by its predicted peak", *lines, ""]
+        parts += [f"Options that do not fit into {readable(limit)}, by their predicted peaks", *lines, ""]
     if planner.uncovered:
         options = dict.fromkeys(
             re.sub(r".* cover (.*) with `--engine .*", r"\1", reason) for reason in planner.uncovered.values()
         )
         engines = ", ".join(ENGINES[engine] for engine in planner.uncovered)
-        parts += [wrapped(f"Not covered with {' and '.join(options)}: {engines}."), ""]
+        parts += [wrapped(f"`plan` does not cover these engines with {' and '.join(options)}: {engines}."), ""]
     return "\n".join([*parts, ""]) if parts else ""
 
 

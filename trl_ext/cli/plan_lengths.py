@@ -47,13 +47,13 @@ def lengths_of(method: str, parsed_arguments: Parsed, model: str) -> tuple[Array
     """
     data, _ = data_sets(parsed_arguments.script, parsed_arguments.training, parsed_arguments.mixture, None)
     if not isinstance(data, Dataset):
-        raise CommandError("`--dataset_streaming` is true, but `plan` reads all lengths. Leave it out.")
+        raise CommandError("`--dataset_streaming` is true, but `plan` reads the lengths of all rows. Leave it out.")
     trusts = parsed_arguments.training.trust_remote_code
     processor = AutoProcessor.from_pretrained(
         model, revision=parsed_arguments.model.model_revision, trust_remote_code=trusts
     )
     if isinstance(processor, ProcessorMixin) or {"image", "images"} & {*data.column_names}:
-        raise CommandError(f"`plan` does not cover images, and `{model}` or the data set has them. Use a text model.")
+        raise CommandError("`plan` does not cover images. Use a model and data without images.")
     options: dict[str, Any] = {
         "num_proc": getattr(parsed_arguments.training, "dataset_num_proc", None),
         "desc": "Reading lengths",
@@ -63,7 +63,8 @@ def lengths_of(method: str, parsed_arguments: Parsed, model: str) -> tuple[Array
         options["fn_kwargs"] = {"tokenizer": processor, "keywords": keywords}
         if "prompt" not in data.column_names:
             raise CommandError(
-                f"The data set has the columns {data.column_names}, but {method.upper()} reads `prompt`. Rename yours."
+                f"The data set has the columns {data.column_names}, but {method.upper()} reads `prompt`. Rename the "
+                "column of prompts."
             )
         rows = data.map(_of_prompts, batched=True, remove_columns=data.column_names, **options)
         return np.array(rows["prompt"]), np.zeros((len(rows), 0), np.int64)

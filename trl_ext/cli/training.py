@@ -189,7 +189,7 @@ def _loaded(script: Any) -> Any:
         if "BuilderConfig" in why or "Config name" in why:
             given_config = f", got {script.dataset_config}" if script.dataset_config else ""
             raise CommandError(
-                f"`--dataset_config` must be one of `--dataset_name {name}`{given_config}: {why}."
+                f"`--dataset_config` must be a config of `--dataset_name {name}`{given_config}: {why}."
             ) from error
         if exists and getattr(error, "errno", None) is not None:  # such as a cache that cannot be written to
             raise CommandError(f"`--dataset_name {name}` cannot be read: {why}.") from error
@@ -258,8 +258,8 @@ def _check_packages(training: Any) -> None:
             )
     if getattr(training, "use_vllm", False) and importlib.util.find_spec("vllm") is None:
         raise CommandError(
-            '`--use_vllm` needs vLLM, which is not installed. Run `pip install ".[vllm]"` in a clone of trl_ext, which '
-            "also installs a version of transformers that vLLM takes, or leave `--use_vllm` out."
+            '`--use_vllm` needs vLLM, which is not installed. Run `pip install ".[vllm]"` in a clone of trl_ext (this '
+            "also installs a version of transformers that vLLM supports), or leave `--use_vllm` out."
         )
 
 

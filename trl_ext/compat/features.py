@@ -71,7 +71,7 @@ FEATURES = {
         trainers="DPOTrainer KTOTrainer",
     ),
     "freeing the reference": Feature(
-        "keeps a reference model in memory once it has scored all data",
+        "keeps a reference model in memory after it has scored all data",
         {
             _TRAINERS: "create_model_from_path hash_module",
             "trl.trainer.utils": "disable_dropout_in_model",
@@ -90,7 +90,7 @@ FEATURES = {
         trainers="DPOTrainer KTOTrainer GRPOTrainer RLOOTrainer",
     ),
     "packing": Feature(
-        "computes padding and repeated prompts",
+        "processes padding and repeated prompts",
         {
             "accelerate.hooks": "._old_forward",
             "transformers.modeling_utils:PreTrainedModel": "_is_stateful _supports_attention_backend",
@@ -117,7 +117,7 @@ FEATURES = {
         trainers="GRPOTrainer",
     ),
     "entropy ties": Feature(
-        "compares entropies with TRL's threshold to the last bit",
+        "does not correct rounding in the selection of high-entropy tokens (`top_entropy_quantile`)",
         {_CLASSES: "get_high_entropy_mask"},
         methods="get_high_entropy_mask",
     ),
@@ -128,7 +128,7 @@ FEATURES = {
         is_refused=True,
     ),
     "sums of log-probs": Feature(
-        "cannot compute a loss of trl_ext, or bound one that may overflow,",
+        "cannot compute loss types that trl_ext adds, or bound a loss that may overflow,",
         {_CLASSES: "compute_ref_log_probs"},
         is_refused=True,
     ),

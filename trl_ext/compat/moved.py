@@ -57,7 +57,7 @@ def check_untested(found_versions: Mapping[str, str], tested: Mapping[str, Speci
         versions = " and ".join(f"{name} {found_versions[name]} (tested: {tested[name]})" for name in untested)
         count = f"{len(names) or 'none'} {'have' if len(names) > 1 else 'has'}"
         warnings.warn(
-            f"trl_ext {__version__} is not tested with {versions}. Of the internals that it uses, {count} moved.",
+            f"trl_ext {__version__} is not tested with {versions}. Of the internals that trl_ext uses, {count} moved.",
             stacklevel=2,
         )
     return names

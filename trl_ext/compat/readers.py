@@ -29,10 +29,10 @@ def batch_reader(trainer: Any) -> str | None:
             return f"has the method `{name}`, which reads generation batches"
     for name, value in vars(trainer).items():
         if isinstance(value, _FUNCTIONS) and _reads(value):
-            return f"has `{name}` that reads generation batches"
+            return f"has `{name}`, which reads generation batches"
     for name in ("rollout_func", "reward_funcs", "data_collator", "compute_metrics"):
         if _reads(getattr(trainer, name, None)):
-            return f"has `{name}` that reads generation batches"
+            return f"has `{name}`, which reads generation batches"
     if any(_Search(package="").finds(hook) for hook in _hooks(trainer)):  # not the hooks of engines
         return "has a hook that reads generation batches"
     return None

@@ -2,35 +2,35 @@
 
 # What to do instead -> trainers -> methods. No class of TRL or transformers has such a method today
 _REMOVED = {
-    "Override `_compute_loss`": {
+    "override `_compute_loss`": {
         "DPO KTO": "get_batch_loss_metrics concatenated_forward _compute_loss_liger get_batch_logps _get_batch_logps",
         "DPO": "dpo_loss concatenated_inputs",
         "KTO": "kto_loss bco_loss forward",
         "GRPO": "compute_liger_loss",
     },
-    "Override `_get_per_token_logps_and_entropies`": {
+    "override `_get_per_token_logps_and_entropies`": {
         "GRPO RLOO": "_get_per_token_logps _get_last_hidden_state",
     },
-    "Override `_prepare_dataset`": {
+    "override `_prepare_dataset`": {
         "SFT DPO KTO": "_tokenize",
         "SFT": "_prepare_non_packed_dataloader _prepare_packed_dataloader",
         "DPO KTO": "tokenize_row process_row build_tokenized_answer",
     },
-    "Prepare the model before you pass it": {
+    "prepare the model before you pass it": {
         "SFT DPO KTO": "_create_model_from_path _prepare_peft_model",
         "SFT": "_prepare_model_for_kbit_training",
         "SFT GRPO": "_enable_gradient_checkpointing",
         "DPO KTO": "_prepare_deepspeed _prepare_gradient_checkpointing",
     },
-    "Pass another `ref_model`": {"DPO KTO": "compute_reference_log_probs null_ref_context"},
-    "Pass another `data_collator`": {"DPO": "_truncate_inputs"},
-    "Append to `self._metrics[mode][name]`, a list of values to average": {"DPO KTO": "store_metrics"},
-    "Add `trl.LogCompletionsCallback`": {"DPO KTO": "generate_from_model_and_ref", "RLOO": "generate_completions"},
-    "Override `vllm_generation.sync_weights`": {
+    "pass another `ref_model`": {"DPO KTO": "compute_reference_log_probs null_ref_context"},
+    "pass another `data_collator`": {"DPO": "_truncate_inputs"},
+    "append to `self._metrics[mode][name]`, a list of values to average": {"DPO KTO": "store_metrics"},
+    "add `trl.LogCompletionsCallback`": {"DPO KTO": "generate_from_model_and_ref", "RLOO": "generate_completions"},
+    "override `vllm_generation.sync_weights`": {
         "GRPO RLOO": "_move_model_to_vllm _fix_param_name_to_vllm _sync_fsdp_params_to_vllm _sync_fsdp1_params_to_vllm "
         "_sync_fsdp2_params_to_vllm",
     },
-    "Set `neftune_noise_alpha`": {"SFT": "_trl_activate_neftune"},
+    "set `neftune_noise_alpha`": {"SFT": "_trl_activate_neftune"},
 }
 
 # Trainer's name -> method -> what to do instead

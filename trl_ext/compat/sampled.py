@@ -48,8 +48,8 @@ def checked_reward(reward: Any, warned_of: set[str]) -> Any:
             warned_of.add(name)
             logger.warning(
                 f"`reward_funcs`: `{name}` returned nan for completion {nan_row}. NaN counts as None, as in TRL: the "
-                "function does not apply there, and a completion to which none applies is not trained on. Return a "
-                "number, or None if you mean that."
+                "function does not apply to that completion. A completion to which no function applies is not trained "
+                "on. Return a number, or None if this is what you mean."
             )
         return values
 
@@ -74,8 +74,8 @@ def checked_rollout(rollout_func: Callable[..., Any]) -> Callable[..., Any]:
             return output
         if len(completions) != len(prompts):
             raise ValueError(
-                f"`rollout_func` returned {len(completions)} completions for {len(prompts)} prompts. A prompt is "
-                "repeated for each of its completions: return one for each."
+                f"`rollout_func` returned {len(completions)} completions for {len(prompts)} prompts. TRL repeats a "
+                "prompt for each of its completions: return one completion for each entry of `prompts`."
             )
         empty_row = next((row for row, ids in enumerate(completions) if not len(ids)), None)
         if empty_row is not None:

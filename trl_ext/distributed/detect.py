@@ -292,7 +292,7 @@ def _remedy(engine: str, by: str, requested: EngineRequest, running_engine: Dete
     if engine == _TENSOR_PARALLEL:
         return (
             "`parallelism_config` alone does not split layers. Pass the sizes as `distributed_config` in "
-            f"`model_init_kwargs`, with a model's name or path; see `{_CONFIGS}/tp_fsdp2.yaml`."
+            f"`model_init_kwargs`, with a model's name or path. See `{_CONFIGS}/tp_fsdp2.yaml`."
         )
     if engine == _SHARDED_PARAMETERS:
         return f"`parallelism_config` needs FSDP2 to shard parameters. Launch with `{_CONFIGS}/fsdp2.yaml`."

@@ -38,7 +38,7 @@ def check_adapter(config: Any, ranks: TensorParallel) -> None:
     if ranks.copies > 1:
         raise ValueError(
             f"`distributed_config` splits the model over {ranks.size} ranks and shards it with FSDP2 over "
-            f"{ranks.copies} such groups. There, PEFT would create adapter matrices of the wrong shape. Train the "
+            f"{ranks.copies} such groups. With both, PEFT would create adapter matrices of the wrong shape. Train the "
             "adapter with tensor parallelism over all ranks, or with FSDP2 or DDP alone."
         )
     if config.peft_type != PeftType.LORA:
@@ -56,8 +56,8 @@ def check_adapter(config: Any, ranks: TensorParallel) -> None:
     if config.init_lora_weights not in (True, False, "gaussian"):
         raise ValueError(
             f"`LoraConfig(init_lora_weights={config.init_lora_weights!r})` does not work under tensor parallelism: "
-            "PEFT needs the whole weight, and each rank has only a part. Set it to `True` or `'gaussian'`, or create "
-            "the adapter in one process, save it and load it."
+            "PEFT needs the whole weight, and each rank has only a part. Set `init_lora_weights` to True or "
+            "'gaussian', or create the adapter in one process, save it and load it."
         )
 
 
@@ -76,7 +76,7 @@ def complete_adapters(model: nn.Module, ranks: TensorParallel) -> None:
         kinds, right = ({name.rpartition(".")[2] for name in names} for names in (unsplit, layers.keys() - unsplit))
         raise ValueError(
             f"`target_modules` contains {sorted(kinds)}. Under tensor parallelism PEFT can only split adapters of "
-            "linear layers that are split by columns or by rows; other gradients would be wrong. Set "
+            "linear layers that are split by columns or by rows. Gradients of other adapters would be wrong. Set "
             f"`target_modules={sorted(right - kinds)}`."
         )
     for layer in layers.values():
@@ -105,7 +105,7 @@ def make_adapter(make: Callable[..., Any], model: Any, config: Any, *more: Any, 
             names = ", ".join(map(repr, [targets] if isinstance(targets, str) else sorted(targets)))
             raise ValueError(
                 f"Unknown `target_modules` {names}. Choose from: {', '.join(map(repr, linear))}. These are the linear "
-                "layers of the model; 'all-linear' is all of them but the LM head."
+                "layers of the model. 'all-linear' means all of them except the LM head."
             ) from error
     check_adapter(config, ranks)
     ranks.share_random_state(next(model.parameters()).device)
@@ -131,7 +131,7 @@ def _warn_of_unknown_modules(model: nn.Module, config: Any) -> None:
         if unknown and (len(unknown) < len(targets) or option == "modules_to_save"):
             logger.warning(
                 f"`{option}` of `peft_config` has {', '.join(map(repr, unknown))}, but the model has no module of this "
-                "name, so it has no effect."
+                "name, so the entry has no effect."
             )
 
 

@@ -38,7 +38,7 @@ def step_of(run: Run) -> Step:
     longest = min(run.longest_row, policy.longest_row)
     if longest < 2:
         name = "max_completion_length" if run.samples else "max_length"
-        raise ArgumentError(f"`--{name}` leaves rows of {longest} tokens. Set it so that they have 2 or more.")
+        raise ArgumentError(f"`--{name}` leaves rows of {longest} tokens. Set it so that rows have 2 tokens or more.")
     if not 0 <= run.prompt_length < longest:
         raise ArgumentError(f"`--prompt_length` must be from 0 to {longest - 1}, got {run.prompt_length}.")
     rows = training.per_device_train_batch_size * (2 if run.method == "dpo" else 1)

@@ -403,6 +403,11 @@ def _hidden_states(step: Step, packing: Packing, inner: Any, layout: Layout) -> 
 
 def _log_probs(step: Step, inner: Any, hidden_NH: Tensor) -> Tensor:
     head = resolve_head(inner.get_output_embeddings())
+    if isinstance(head, OpaqueHead) and not head.in_adapter:
+        raise NotImplementedError(
+            f"The memory of this model's LM head cannot be estimated: {head.reason}, not a plain `torch.nn.Linear`. "
+            "Use another model."
+        )
     if isinstance(head, OpaqueHead) or head.module is not None:
         raise NotImplementedError("An adapter on `lm_head` cannot be estimated. Leave `lm_head` out of the adapter.")
     N = len(hidden_NH)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 _HALF = (torch.bfloat16, torch.float16)
-_WITHOUT_TENSOR_CORES = "Tensor cores, 15 times faster by an H100's data sheet, do not serve such products."
+_WITHOUT_TENSOR_CORES = "Tensor cores, which are 15 times faster by an H100's data sheet, do not compute such products."
 
 
 def statistics_dtype(operands: torch.dtype) -> torch.dtype:
@@ -64,7 +64,7 @@ def multiplies_halves(device: torch.device) -> bool:
     except (NotImplementedError, RuntimeError, TypeError) as error:
         warnings.warn(
             f"On {device} torch cannot multiply bf16 operands into an fp32 result, so the LM head casts them to fp32. "
-            f"{_WITHOUT_TENSOR_CORES} Use a newer build of torch, which says: {type(error).__name__}: {error}",
+            f"{_WITHOUT_TENSOR_CORES} Use a newer build of torch. This one says: {type(error).__name__}: {error}",
             stacklevel=2,
         )
         return False

@@ -70,9 +70,9 @@ class HostedReference:
             is_device = not kwargs and len(args) == 1 and not isinstance(args[0], torch.dtype)
             if not is_device or torch.empty(0, device=args[0]).device != place:
                 raise RuntimeError(
-                    f"`reference_device='cpu'` keeps the reference model in host memory, to run on {device}. It cannot "
-                    f"be moved or cast, but `to` was called with {[*args, *kwargs.values()]}. Cast it before you build "
-                    "the trainer."
+                    f"`reference_device='cpu'` keeps the reference model in host memory, and runs it on {device}. The "
+                    f"model cannot be moved or cast, but `to` was called with {[*args, *kwargs.values()]}. Cast it "
+                    "before you build the trainer."
                 )
             return model
 
@@ -113,7 +113,9 @@ class HostedReference:
 
     def _bring(self, index: int) -> None:
         if not self._places:
-            raise RuntimeError("The reference model is in host memory. Call the model, not its `forward` or a part.")
+            raise RuntimeError(
+                "The reference model is in host memory. Call the model itself, not its `forward` or one of its modules."
+            )
         self._fetch(index)
         place = self._places[index % 2]
         wait(self._compute, place.copied)

@@ -13,10 +13,11 @@ def check_reward_columns(names: Collection[str], where: str) -> None:
     """Raise `ValueError` unless both columns are in `names`. `where` names the dataset in the message."""
     missing_columns = [f"`{column}`" for column in REWARD_COLUMNS if column not in names]
     if missing_columns:
-        raise ValueError(
+        message = (
             f"{where} has no column {' and no column '.join(missing_columns)}. The RPO loss types need a reward for "
-            "each completion. Add a number for each row, or remove RPO from `loss_type`."
         )
+        message += "each completion. Add a number for each row, or remove RPO from `loss_type`."
+        raise ValueError(message[0].upper() + message[1:])
 
 
 def check_reward(value: Any, column: str, where: str) -> float:

@@ -29,7 +29,7 @@ LAYOUT_ARGUMENT = "packed_layout"
 # Inputs of multimodal models that say what each token is: 0 for text
 TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids")
 _NAME = "trl_ext_packed"
-_NOT_PASSED = "its layers do not pass their keyword arguments to their attention"
+_NOT_PASSED = "the model's layers do not pass their keyword arguments to their attention"
 # Limits of torch's varlen flash attention
 _LARGEST_HEAD = 256
 _HEAD_MULTIPLE = 8
@@ -177,14 +177,14 @@ def packed_attention(
     if layout is None:
         raise LayoutNotReadError(_NOT_PASSED)
     if attention_mask is None or attention_mask.shape != (1, 1, 1, 1):
-        raise LayoutNotReadError("its layers make their own attention mask")
+        raise LayoutNotReadError("the model's layers make their own attention mask")
     for name in sorted(options.keys() - _KNOWN_TENSORS):
         if isinstance(options[name], Tensor):
-            raise LayoutNotReadError(f"its attention receives `{name}`")
+            raise LayoutNotReadError(f"the model's attention receives `{name}`")
     if False in (options.get("is_causal"), getattr(module, "is_causal", None)):
-        raise LayoutNotReadError("its attention is not causal")
+        raise LayoutNotReadError("the model's attention is not causal")
     if sliding_window is None and _has_sliding_window(module):
-        raise LayoutNotReadError("its attention does not forward `sliding_window`")
+        raise LayoutNotReadError("the model's attention does not forward `sliding_window`")
     layout.reads[0] += 1
     special = {name: options[name] for name in ("softcap", "s_aux") if options.get(name) is not None}
     options = {"scaling": scaling, "dropout": dropout, "sliding_window": sliding_window, **special}
@@ -341,7 +341,7 @@ def _eager_attention(module: nn.Module) -> Any:
     files = (sys.modules[base.__module__] for base in type(module).__mro__)
     forwards = [file.eager_attention_forward for file in files if hasattr(file, "eager_attention_forward")]
     if not forwards:
-        raise LayoutNotReadError("its eager attention is not in the Python module of its class")
+        raise LayoutNotReadError("the model's eager attention is not in the Python module of its attention class")
     return forwards[0]
 
 
@@ -367,9 +367,9 @@ def _varlen_supports(query_THD: Tensor, value_THD: Tensor, options: dict[str, An
 @cache
 def _warn_of_batches(reason: str) -> None:
     logger.warning(
-        f"Attention {reason}, which torch's varlen kernel does not support. Packed rows run in padded batches instead: "
-        "several calls in each layer, and in eager attention memory for all pairs of a query and a key. If "
-        "FlashAttention supports it, set `attn_implementation`."
+        f"Attention {reason}, which torch's varlen kernel does not support. Packed rows run in padded batches instead. "
+        "This takes several calls in each layer and, in eager attention, memory for all pairs of a query and a key. If "
+        "FlashAttention supports such attention, set `attn_implementation`."
     )
 
 

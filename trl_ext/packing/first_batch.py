@@ -130,7 +130,7 @@ def check_packing(
             if leaks_of_padding or leaks:
                 source = "padding" if leaks_of_padding else "another row"
                 leak, *_ = leaks_of_padding or leaks
-                differences[share] = f"on the first batch, outputs of its {leak} depend on {source}"
+                differences[share] = f"on the first batch, outputs of the model's {leak} depend on {source}"
                 continue
             # A model that is split over devices may begin and end on different devices
             packed_BS = (layout.at_BS >= 0).to(padded_BSH.device)
@@ -318,7 +318,7 @@ def _difference_reason(model: Any, hidden_NH: Tensor, padded_NH: Tensor, batch: 
     # If the padded results are NaN too, packing is not the cause
     if not padded_NH.isfinite().all() or is_outlier_N.float().mean() <= allowed_share:
         return None
-    return f"on {batch}, hidden states differ from the padded ones by {difference_N.max():.2g} of their norm"
+    return f"on {batch}, packed hidden states differ from padded ones by {difference_N.max():.2g} of their norm"
 
 
 def is_coarse(model: Any, hidden_NH: Tensor) -> bool:

@@ -28,7 +28,7 @@ _OWN_FORWARD = "_trl_ext_own_forward"
 _LENT_LAYOUT = "_trl_ext_lent_layout"
 _LAYERS = "_trl_ext_layers_with_mixers"
 _CONTINUES = "_trl_ext_continues_from_states"
-_NOT_PASSED = "its backbone does not pass its keyword arguments to its layers"
+_NOT_PASSED = "the model's backbone does not pass its keyword arguments to its layers"
 # Arguments that describe the columns of the packed row, or hold the cache of a generation
 _NOT_OF_ROWS = {"attention_mask", "cache_position", *CACHE_ARGUMENTS}
 

@@ -143,7 +143,7 @@ class Packing:
             self._warn_once(f"A batch is not packed: from {self._longest} tokens on, {by_length}.")
             return None
         if self._chunk is not None and ids_BS.shape[1] > self._chunk:
-            self._warn_once(f"A batch is not packed: it is longer than a chunk of the attention, {self._chunk} tokens.")
+            self._warn_once(f"A batch is not packed: it is longer than an attention chunk of {self._chunk} tokens.")
             return None
         shares = share and self.unshared_reason is None
         rebases = shares and self._rebases

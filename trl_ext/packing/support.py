@@ -92,9 +92,11 @@ def padded_reason(model: Any) -> str | None:
     if any(getattr(adapter, "alora_invocation_tokens", None) for adapter in adapters.values()):
         return "an aLoRA adapter starts at a position that PEFT counts from the end of a padded row"
     if has_batch_norm(text_backbone_of(model)):
-        return "the model normalises over the tokens of a batch, with padding"
+        return "the model normalises over the tokens of a batch, padding included"
     if trains_expert_modules(model):
-        return "the model's experts are separate modules, and in TRL one that only gets padding has a gradient of 0"
+        return (
+            "the model's experts are separate modules, and in TRL an expert that gets only padding has a gradient of 0"
+        )
     known = _MASKABLE | (_WITHOUT_MIXER if mixers else set())
     unsupported = [kind for kind in getattr(config, "layer_types", None) or () if kind not in known]
     if len(unsupported) > len(mixers):

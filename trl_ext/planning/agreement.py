@@ -61,7 +61,7 @@ def agreed(facts_of_ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
         if name not in _OF_CODE:
             raise ValueError(
                 f"`{name}` is {first!r} on rank 0 and {values[rank]!r} on rank {rank}, but all ranks train one model. "
-                "Set it to the same value on all ranks."
+                f"Set `{name}` to the same value on all ranks."
             )
         differing[name] = next(value for value in values if value)
     return differing

@@ -102,7 +102,7 @@ def _parts(facts: DPOFacts, policy: Decision) -> _Parts:
         )
     merges = facts.own_step is None
     which = "The micro-batches of an optimizer step run together," if merges else "Each micro-batch runs"
-    parts = f"{which} in parts of at most {budget} tokens, or one pair (`max_tokens_per_micro_batch`)."
+    parts = f"{which} in parts of one pair, or of at most {budget} tokens (`max_tokens_per_micro_batch`)."
     return _Parts(Decision("policy", "run", parts), splits=True, merges=merges)
 
 
@@ -168,11 +168,11 @@ def _reference(facts: DPOFacts) -> tuple[Source, Decision, bool]:
         if "rewards/" in (facts.metric_for_best_model or ""):
             needed = f"Needed for `metric_for_best_model={facts.metric_for_best_model!r}`. "
         elif facts.noise_of_batch is not None and reference_draws:
-            needed = "Not needed, but without its random draws, those of the policy would differ from TRL's. "
+            needed = "Not needed for the loss, but without it the policy's random draws would differ from TRL's. "
         else:
             reason = (
-                "The loss type 'sft' needs no reference. The logs have no `rewards/*`, unless `metric_for_best_model` "
-                "is one of them."
+                "The loss type 'sft' needs no reference, and `metric_for_best_model` is none of the `rewards/*`. The "
+                "logs do not have these metrics."
             )
             return "nothing", Decision("reference", "skip", reason), False
     return plan_reference(facts, needed)

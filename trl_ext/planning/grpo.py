@@ -21,7 +21,7 @@ from .sampled import (
 )
 from .sampler_ratio import RatioRule
 
-_ANY_ORDER = "if it does not depend on the whole micro-batch, set `keep_groups_together=True`"
+_ANY_ORDER = "if this code does not depend on the whole micro-batch, set `keep_groups_together=True`"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,17 +138,16 @@ def check_options(facts: Any) -> None:
     training = devices * facts.gradient_accumulation_steps
     if facts.force_on_policy_ratio and (rollout != training or facts.num_iterations != 1):
         raise ValueError(
-            "`force_on_policy_ratio=True` trains only on completions of the current weights. Set "
-            f"`steps_per_generation` to {facts.gradient_accumulation_steps} and `num_iterations` to 1, or leave "
-            f"`force_on_policy_ratio` off: a generation batch has {rollout} completions "
-            f"(`steps_per_generation={facts.steps_per_generation}`), an optimizer step takes {training} "
-            f"(`gradient_accumulation_steps={facts.gradient_accumulation_steps}`), and `num_iterations` is "
-            f"{facts.num_iterations}."
+            "`force_on_policy_ratio=True` needs completions that the current weights sampled, but a generation batch "
+            f"has {rollout} completions (`steps_per_generation={facts.steps_per_generation}`), an optimizer step takes "
+            f"{training} (`gradient_accumulation_steps={facts.gradient_accumulation_steps}`), and `num_iterations` is "
+            f"{facts.num_iterations}. Set `steps_per_generation` to {facts.gradient_accumulation_steps} and "
+            "`num_iterations` to 1, or leave `force_on_policy_ratio` off."
         )
     if facts.trust_sampling_log_probs and not facts.sampler_gives_log_probs:
         raise ValueError(
             "`trust_sampling_log_probs=True` uses the sampler's log-probs as the old policy's, but neither vLLM "
-            "(`use_vllm=True`) nor a `rollout_func` provides them. Leave it off."
+            "(`use_vllm=True`) nor a `rollout_func` provides them. Leave `trust_sampling_log_probs` off."
         )
     if facts.trust_sampling_log_probs and facts.bypasses_loss:
         raise ValueError(
@@ -225,14 +224,14 @@ def _policy(facts: GRPOFacts, keeps_mask: bool) -> Decision:
     if _all_rows_reason(facts) is not None:
         rows = f"Every completion is processed, zero-advantage and fully masked ones too: {reason}."
     elif reason is not None:
-        rows = f"Zero-advantage completions are processed, because {reason}. Fully masked ones are skipped."
+        rows = f"Zero-advantage completions are processed, because {reason}. Fully masked completions are skipped."
     else:
         images = " (except in batches with images)" if facts.has_images else ""
         equal = "counts as zero-advantage (`zero_advantages_of_equal_rewards`)"
         if not facts.zero_advantages_of_equal_rewards:
             equal = "keeps the rounding noise of TRL's advantages (`zero_advantages_of_equal_rewards=False`)"
         elif facts.overridden_below is not None:
-            equal = f"keeps its advantages, because this trainer overrides `{facts.overridden_below}` in place of TRL's"
+            equal = f"keeps its advantages, because this trainer overrides TRL's `{facts.overridden_below}`"
         rows = (
             f"In training, zero-advantage and fully masked completions are skipped{images}, because their gradient is "
             f"zero. A group whose rewards are all equal {equal}."
@@ -252,7 +251,7 @@ def _old_policy(facts: GRPOFacts, misaligned: bool) -> Decision:
     if facts.trust_sampling_log_probs:
         reason = (
             "The sampler's log-probs replace the old policy's (`trust_sampling_log_probs`). This is an approximation: "
-            "their difference biases the ratio."
+            "the difference between the two biases the ratio."
         )
         return Decision("old policy", "skip", reason)
     trl_scores = misaligned or facts.sampler_ratio is not None
@@ -262,7 +261,7 @@ def _old_policy(facts: GRPOFacts, misaligned: bool) -> Decision:
     if not trl_scores and not facts.force_on_policy_ratio:
         return Decision("old policy", "reuse", f"The training forward's log-probs are used, {aligned}", routine=True)
     if trl_scores and _draws(facts):
-        reason = f"Runs on every generation batch, as in TRL, because {facts.randomness}, so two passes differ."
+        reason = f"Runs on every generation batch, as in TRL: {facts.randomness}, so two passes differ."
         return Decision("old policy", "run", reason)
     if trl_scores and (reader := _reader(facts)) is not None:
         reason = f"Runs on every generation batch, as in TRL, because this trainer {reader}."
@@ -273,7 +272,7 @@ def _old_policy(facts: GRPOFacts, misaligned: bool) -> Decision:
     if facts.num_iterations > 1:
         reused += ", and kept for the later iterations"
     if facts.sampler_ratio is not None:
-        reused += "; the ratio to the sampler is computed from them"
+        reused += ". The ratio to the sampler is computed from these log-probs"
     reused += "."
     # If optimizer steps take whole generation batches, no micro-batch waits. But a streaming epoch may end inside one
     slices_wait = facts.gradient_accumulation_steps % facts.steps_per_generation != 0 or not facts.epoch_is_known
@@ -286,7 +285,7 @@ def _micro_batches(facts: GRPOFacts) -> Decision:
     """Return the decision on keeping a group's rows together (`"run"`) or not (`"skip"`)."""
     regrouped = (
         "The completions of a group are kept together in a micro-batch where there is room, so fewer prompts are "
-        "computed. The gradient of the optimizer step is the same; averages over micro-batches in the logs can "
+        "computed. The gradient of the optimizer step is the same. Averages over micro-batches in the logs can "
         "differ."
     )
     return plan_order(facts, _order_reason(facts), regrouped)
@@ -356,7 +355,7 @@ def _in_parts(facts: GRPOFacts, decision: Decision, merges: bool) -> Decision:
             "`max_tokens_per_micro_batch` at None."
         )
     which = "The micro-batches of an optimizer step run together," if merges else "Each micro-batch runs"
-    parts = f"{which} in parts of at most {budget} tokens, or one row (`max_tokens_per_micro_batch`)."
+    parts = f"{which} in parts of one row, or of at most {budget} tokens (`max_tokens_per_micro_batch`)."
     return Decision(decision.name, "run", parts if decision.routine or merges else f"{decision.reason} {parts}")
 
 

@@ -55,11 +55,11 @@ def steps_in_backward(optimizer: str) -> bool:
 def why_not_skipped(*, engine: str | None, precision: str | None, optimizer: str) -> str | None:
     """Return why training with accelerate's mixed `precision` cannot skip a step after its backward, or `None`."""
     if engine is not None and engine.startswith("DeepSpeed"):
-        return f"{engine} steps in the backward"
+        return f"{engine} takes optimizer steps in the backward pass"
     if steps_in_backward(optimizer):
-        return f"the optimizer `{optimizer}` steps in the backward"
+        return f"the optimizer `{optimizer}` steps in the backward pass"
     if precision == "fp16":
-        return "the gradient scaler of fp16 skips such steps itself, and needs their gradients"
+        return "the gradient scaler of fp16 skips steps with non-finite gradients itself, and must see these gradients"
     return None
 
 

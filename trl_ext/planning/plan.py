@@ -183,7 +183,7 @@ def plan_packing(facts: PackingFacts) -> PackingPlan:
         )
         reason = f"Padding is dropped, and {shared} computed once."
     if runs and facts.has_mixers:
-        reason += " Recurrent layers process rows of near lengths, with little padding."
+        reason += " Recurrent layers process rows of similar lengths together, with little padding."
     return PackingPlan(
         decision=Decision("packing", "run" if runs else "skip", reason),
         padding_free=runs,

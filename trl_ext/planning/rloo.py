@@ -81,8 +81,9 @@ def _old_policy(reason: str | None) -> Decision:
     return Decision(
         "old policy",
         "reuse",
-        "The training forward's log-probs are used: generation and optimizer steps are aligned, so the weights are the "
-        "same.",
+        "The training forward's log-probs are used: generation and optimizer steps are aligned, so the weights are "
+        "those "
+        "that sampled the completions.",
     )
 
 
@@ -92,7 +93,7 @@ def _old_policy_reason(facts: RLOOFacts) -> str | None:
         return f"the KL term (`beta={facts.beta}`) is part of the reward"
     if facts.num_iterations > 1 or facts.gradient_accumulation_steps % facts.steps_per_generation:
         return (
-            "completions train after the weights have changed "
+            "some completions are trained on after the weights have changed "
             f"(`gradient_accumulation_steps={facts.gradient_accumulation_steps}`, "
             f"`steps_per_generation={facts.steps_per_generation}`, `num_iterations={facts.num_iterations}`)"
         )

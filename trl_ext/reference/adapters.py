@@ -58,8 +58,8 @@ class AdapterChoice:
                 )
             if name not in policy.peft_config:
                 raise ValueError(
-                    f"Unknown `{field}` {name!r}. Choose from: {sorted(policy.peft_config)}, or load it first "
-                    'with `model.load_adapter(path, "name")`.'
+                    f"Unknown `{field}` {name!r}. Choose from: {sorted(policy.peft_config)}, or load that "
+                    'adapter first with `model.load_adapter(path, "name")`.'
                 )
         if "policy_adapter_name" in names:
             _train_adapter(policy, options.policy_adapter_name)
@@ -138,7 +138,7 @@ class PolicyReference:
         names = " and ".join(f'"{name}"' for name in self.adapters)
         if self._source == "initial":
             adapters = f"the adapters {names}" if len(self.adapters) > 1 else f"the adapter {names}"
-            return f"a copy of {adapters}" if self.moves else f"a copy of {adapters} as before training"
+            return f"a copy of {adapters}" if self.moves else f"a copy of {adapters} from before training"
         description = f"the frozen adapter {names}" if names else "the base model, with the adapter off"
         if self.copies:
             first = next(iter(self.copies))
@@ -290,9 +290,9 @@ def load_weights(tensors: dict[str, Tensor], folder: Path) -> bool:
         unlike = {name for name in saved.keys() | shapes if saved.get(name) != shapes.get(name)}
         if unlike:
             raise ValueError(
-                f"The reference in `{path}` does not match this trainer's: only one of the two has `{min(unlike)}`, or "
-                "its shape differs. Build the trainer with the model, adapters and `ref_model` of the run that wrote "
-                "the checkpoint."
+                f"The reference in `{path}` does not match this trainer's: `{min(unlike)}` is in only one of the two, "
+                "or has another shape. Build the trainer with the model, adapters and `ref_model` of the run that "
+                "wrote the checkpoint."
             )
         for name, tensor in tensors.items():
             value = file.get_tensor(name).to(tensor.device, tensor.dtype)

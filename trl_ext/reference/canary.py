@@ -111,7 +111,7 @@ class Canary:
             metadata, arrays = read_file(path, _ARRAYS)
             canary = cls(identity, arrays)
             if metadata.get("digest") != canary.digest:
-                raise UnusableFileError("its checksum is wrong: it is damaged, or belongs to another reference")
+                raise UnusableFileError("its checksum is wrong, so it is damaged or belongs to another reference")
             if not canary._is_scorable(tokens):
                 raise UnusableFileError("its sequences cannot be scored")
         except (FileNotFoundError, UnusableFileError) as error:

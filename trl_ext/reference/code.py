@@ -117,7 +117,7 @@ def _check_classes(module: nn.Module) -> None:
             raise UnknownCodeError(f"the source file of the class `{part.__qualname__}` cannot be read")
     module_class: Any = type(module)
     for name in sorted(_names_in_forward(module_class) & _READS):
-        raise UnknownCodeError(f"`{module_class.__qualname__}` calls `{name}`, and what that reads is not known")
+        raise UnknownCodeError(f"`{module_class.__qualname__}` calls `{name}`, and trl_ext cannot tell what that reads")
 
 
 @cache

@@ -87,6 +87,6 @@ def _lines_of(value: Any, tensor_names: dict[int, str]) -> Iterator[str]:
     elif isinstance(value, FunctionType | type):
         yield f"{'class' if isinstance(value, type) else 'function'} {name_and_version(value)}"
     else:
-        raise UnknownCodeError(f"what the object of the class `{type(value).__qualname__}` holds is not known")
+        raise UnknownCodeError(f"trl_ext cannot tell what the object of the class `{type(value).__qualname__}` holds")
     for part in parts:
         yield from _lines_of(part, tensor_names)

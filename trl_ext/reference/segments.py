@@ -148,7 +148,7 @@ def read_segment(path: Path, identity: str) -> Segment:
     if metadata.get("format") != _FORMAT:
         raise UnusableFileError("it is not a file of reference log-probs")
     if metadata.get("digest") != digest_of(identity, arrays):
-        raise UnusableFileError("its checksum is wrong: it is damaged, or belongs to another reference")
+        raise UnusableFileError("its checksum is wrong, so it is damaged or belongs to another reference")
     try:
         values = _header_of_values(path)
     except FileNotFoundError:

@@ -50,7 +50,7 @@ def name_and_version(value: Any) -> str:
     if isinstance(value, FunctionType) and is_from_hub(value):
         package_version = value.__code__.co_filename  # has the revision
     elif is_foreign(module) and not package_version and not is_remote(module):
-        raise UnknownCodeError(f"what `{module}.{named.__qualname__}` reads is not known")
+        raise UnknownCodeError(f"trl_ext cannot tell what `{module}.{named.__qualname__}` reads")
     return f"{package_version} {module}.{named.__qualname__}"
 
 

@@ -125,11 +125,11 @@ class ReferenceWeights:
         """Return why this reference cannot be identified, or None."""
         away = next((name for name, tensor in self.tensors() if tensor.is_meta), None)
         if away:
-            return f"its weights are not all in memory (`{away}` is on the meta device), so they cannot be hashed"
+            return f"not all weights are in memory (`{away}` is on the meta device), so they cannot be hashed"
         try:
             self._states_in_memory()
         except UnknownCodeError as error:
-            return f"{error}, so a later run cannot compare it"
+            return f"{error}, so a later run cannot compare the reference"
         return None
 
     @property

@@ -44,7 +44,7 @@ def unsupported_adapter(model: Any, max_rank: int | None = None) -> str | None:
         return f"{len(model.active_adapters)} adapters are active, and vLLM samples with one"
     config = model.peft_config[model.active_adapters[0]]
     if type(config) is not LoraConfig:
-        return f"vLLM has no {type(config).__name__.removesuffix('Config')}"
+        return f"vLLM does not support {type(config).__name__.removesuffix('Config')}"
     for field in fields(config):
         default = field.default if field.default_factory is MISSING else field.default_factory()
         value = getattr(config, field.name)

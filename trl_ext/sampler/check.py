@@ -99,7 +99,7 @@ class SamplerCheck:
         return _MOST_OF_FP32 if computes_fp32 and generation.dtype == torch.float32 else _MOST
 
     def _message(self, stale: list[str] | None, difference: float, sampled_at: int) -> str:
-        usual = f"At first it was {median(self._first):.1e}. " if self._first else ""
+        usual = f"At first, the difference was {median(self._first):.1e}. " if self._first else ""
         if stale is None:
             finding = "The weights that vLLM holds cannot be read here."
         elif stale:
@@ -107,7 +107,7 @@ class SamplerCheck:
             finding += f" and {len(stale) - 5} more." if len(stale) > 5 else "."
         else:
             finding = (
-                "The weights that can be compared are the policy's, so look at vLLM's prefix cache and its sampling "
+                "All weights that can be compared equal the policy's, so look at vLLM's prefix cache and its sampling "
                 "options."
             )
         return (

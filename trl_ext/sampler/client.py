@@ -100,7 +100,7 @@ class FileClient(VLLMClient):
         else:
             transfer = "no weight-transfer backend" if backend is None else f"the weight-transfer backend {backend!r}"
             raise ValueError(
-                f"The vLLM server at {self.base_url} has {transfer}, which cannot receive weights from the device "
+                f"The vLLM server at {self.base_url} has {transfer}, so it cannot receive weights from the device "
                 f"'{device}'. Start it with {_SERVE}."
             )
 
@@ -120,8 +120,8 @@ class FileClient(VLLMClient):
             self._ask("init_weight_transfer_engine", {"init_info": {"path": str(file)}})
         except RuntimeError as error:
             raise ValueError(
-                f"The vLLM server at {self.base_url} does not see the trainer's folder {self.folder}. Run both on one "
-                f"host, as the same user, and in containers with the same {self.folder.parent}."
+                f"The vLLM server at {self.base_url} does not see the trainer's folder {self.folder}. Run server "
+                f"and trainer on one host and as the same user. Containers must share {self.folder.parent}."
             ) from error
 
     def _takes_adapter(self, lora: dict[str, Any] | None) -> bool:

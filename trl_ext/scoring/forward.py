@@ -470,7 +470,7 @@ class ScoringForward:
             self._set_transform(None)
             if self._difference(model, sample) is None:
                 reason = self.difference_from_trl
-                logger.warning(f"Log-probs differ from TRL's, which are not those of the model's logits: {reason}.")
+                logger.warning(f"TRL's log-probs are not those of the model's logits, but trl_ext's are: {reason}.")
                 return
         except Exception as error:  # of the model's code, on what a stand-in returns
             logger.debug(f"{self.model_class} does not run without its backbone: {error}")
@@ -481,7 +481,8 @@ class ScoringForward:
             raise RuntimeError(
                 f"The log-probs of {self.model_class} differ from `log_softmax` of its logits {difference}. Training "
                 "would be wrong, as it is in TRL. The forward must compute logits from the `last_hidden_state` of the "
-                "backbone, and pass its inputs to the backbone unchanged. Change its code, or use another model."
+                "backbone, and pass its inputs to the backbone unchanged. Change the model's code, or use another "
+                "model."
             )
 
     def _sample(self, model: Any, device: torch.device, has_mask: bool) -> ModelSample | None:
@@ -506,7 +507,8 @@ class ScoringForward:
         """Why log-probs differ from TRL's, which are then not those of the model's logits."""
         if self.runs_model_code:
             difference = (
-                "computes more than a product between its last hidden states and its logits, which TRL leaves out"
+                "computes more than a product between its last hidden states and its logits, and TRL computes only the "
+                "product"
             )
         elif not self.transform.is_close(self.trl_transform):
             scale, trl_scale = self.transform.description, self.trl_transform.description
@@ -558,16 +560,21 @@ def attach_scoring_forward(model: Any, options: ScoringOptions, argument: str = 
 
     Raises:
         `ValueError`: the model is no decoder-only language model, or `cast_lm_head_to_fp32` is set and the head has an
-            adapter.
+            adapter or is no linear layer.
     """
     check_decoder(model, argument)
     if options.cast_lm_head_to_fp32:
         head = resolve_head(model.get_output_embeddings())
+        if isinstance(head, OpaqueHead) and not head.in_adapter:
+            raise ValueError(
+                f"`cast_lm_head_to_fp32=True` is not supported with this model's LM head: {head.reason}, not a plain "
+                "`torch.nn.Linear`. Set it to False."
+            )
         if isinstance(head, OpaqueHead) or head.module is not None:
             # TRL would replace the head's forward by that of a linear layer, so generation would ignore the adapter
             raise ValueError(
                 "`cast_lm_head_to_fp32=True` is not supported with an adapter on the LM head. Set it to False, leave "
-                "`lm_head` out of the adapter, or train it with `modules_to_save`."
+                "`lm_head` out of the adapter, or train the head with `modules_to_save`."
             )
     # None for the class's forward: then a deep copy of the model calls its own forward
     instance_forward = model.__dict__.get("forward")

@@ -96,6 +96,7 @@ class OpaqueHead(NamedTuple):
     reason: str
     description: str = "the head's own forward runs on tiles of tokens"
     runs_once: bool = False  # whether it runs once, on all tokens
+    in_adapter: bool = False  # whether the reason is an adapter, not the head below it
 
 
 def resolve_head(lm_head: nn.Module) -> LinearHead | OpaqueHead:
@@ -108,7 +109,7 @@ def resolve_head(lm_head: nn.Module) -> LinearHead | OpaqueHead:
     if isinstance(head, OpaqueHead):
         under_fsdp2 = any(isinstance(module, FSDPModule) for module in lm_head.modules())
         if under_fsdp2 or any(isinstance(x, DTensor) or is_zero3(x) for x in lm_head.parameters()):
-            _refuse_sharded(f"only the module's own forward computes it, because {head.reason}")
+            _refuse_sharded(f"only the module's own forward computes it, because {head.reason}", head.in_adapter)
     elif head.module is not None:
         _refuse_split(parameter_of(head.linear, "weight"))
     return head
@@ -126,11 +127,15 @@ def _whole(x: Any) -> Any:
     return whole_tensor(x) if isinstance(x, DTensor) else x
 
 
-def _refuse_sharded(reason: str) -> NoReturn:
+def _refuse_sharded(reason: str, in_adapter: bool = True) -> NoReturn:
+    remedy = "Use DDP or one process, or a model whose LM head is a plain `torch.nn.Linear` without quantization."
+    if in_adapter:
+        remedy = (
+            "Leave `lm_head` out of the adapter, or use DDP or one process. On the head, FSDP2 and ZeRO-3 support "
+            "`modules_to_save`, and FSDP2 also LoRA and `trainable_token_indices`."
+        )
     raise NotImplementedError(
-        f"The LM head is sharded over ranks, and {reason}. This combination is not supported. Leave `lm_head` out of "
-        "the adapter, or use DDP or one process. On the head, FSDP2 and ZeRO-3 support `modules_to_save`, and FSDP2 "
-        "also LoRA and `trainable_token_indices`."
+        f"The LM head is sharded over ranks, and {reason}. This combination is not supported. {remedy}"
     )
 
 
@@ -142,14 +147,15 @@ def _unwrapped(lm_head: nn.Module) -> LinearHead | OpaqueHead:
     while True:
         kind = _kind(module)
         below: nn.Module | str | None = None  # the next layer, or why only the forward can compute this one
-        if isinstance(module, BaseTunerLayer) or kind.__module__.startswith("peft."):
+        in_adapter = isinstance(module, BaseTunerLayer) or kind.__module__.startswith("peft.")
+        if in_adapter:
             below = _below_adapter(module, kind, factors, rows)
         elif kind.forward is not nn.Linear.forward or not parameter_of(module, "weight").is_floating_point():
             below = f"it is a `{kind.__name__}`"
         if below is None:
             break
         if isinstance(below, str):
-            return OpaqueHead(lm_head, below)
+            return OpaqueHead(lm_head, below, in_adapter=in_adapter)
         module = below
     if not factors and not rows:
         return LinearHead(module)

@@ -148,7 +148,7 @@ class Scorer:
             reason = "`head_kernels` is 'torch'" if option == "torch" else triton_unavailable_reason(device)
             kernels = ", with Triton kernels" if reason is None else f", without Triton kernels ({reason})"
         reasons = dict.fromkeys(x.difference_from_trl for x in self.forwards if x.difference_from_trl)
-        difference = "log-probs differ from TRL's, which are not those of the model's logits"
+        difference = "TRL's log-probs are not those of the model's logits, but trl_ext's are"
         differences = [f"{difference}: {reason}" for reason in reasons]
         return f"{'; '.join([_HOW[self.options.head] + kernels, rows, *differences])}."
 

@@ -31,7 +31,7 @@ class AsTRL:
         unused = changed_fields.keys() - {"as_trl", *(x.name for x in fields(self._config_class))}
         reason = "As stock TRL, because `as_trl` is True."
         if unused:
-            reason += f" Without effect: {', '.join(f'`{name}`' for name in sorted(unused))}."
+            reason += f" These arguments have no effect: {', '.join(f'`{name}`' for name in sorted(unused))}."
         return Plan(decisions=(Decision("training", "run", reason),))
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *positional: Any, **keywords: Any) -> Any:

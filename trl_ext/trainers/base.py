@@ -536,7 +536,7 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
             self._features.require("checkpoints", "cannot resume with `dynamic_sampling`")
         self._before_training()
         if not any(param.requires_grad for param in self.model.parameters()):
-            hint = "Set it on those to train."
+            hint = "Set it on the parameters to train."
             if isinstance(self.model, PeftModel):
                 adapter = f'The adapter "{self.model.active_adapter}" was loaded for inference'
                 hint = f"{adapter}: load it with `is_trainable=True`, or name it in `policy_adapter_name`."
@@ -673,8 +673,9 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
         for method in self._methods_of_step:
             if method not in self._methods_called and not self._may_be_bypassed(method):
                 raise RuntimeError(
-                    f"The first step did not call `{type(self).__name__}.{method}`, so it lacks what trl_ext adds to "
-                    "TRL there. Install tested versions of TRL and transformers (`trl-ext doctor` names them)."
+                    f"The first step did not call `{type(self).__name__}.{method}`, so the step lacks what trl_ext "
+                    "adds to this method. Install tested versions of TRL and transformers (`trl-ext doctor` names "
+                    "them)."
                 )
 
     def _may_be_bypassed(self, method: str) -> bool:
@@ -717,9 +718,9 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
         late_randomness = self._scorer.policy.late_randomness
         if late_randomness is not None and self.model.training and self._lacks_old_policy(batch):
             logger.warning(
-                f"A hook has come since this batch was generated: {late_randomness.reason}. In "
-                "TRL, the log-probs of the old policy are without it; here they are with it, until completions are "
-                "generated again. Add the hook before training."
+                f"A hook was added after this batch was generated: {late_randomness.reason}. TRL computes the old "
+                "policy's log-probs without the hook. trl_ext computes them with it, until completions are generated "
+                "again. Add the hook before training."
             )
 
     def _lacks_old_policy(self, batch: dict[str, Any]) -> bool:

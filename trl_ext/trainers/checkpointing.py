@@ -280,8 +280,9 @@ class Checkpoints:
             return []
         more = f" and {len(names) - 1} more" if names[1:] else ""
         return [
-            f"`{names[0]}`{more} is trained but belongs to no adapter. PEFT saves only adapters, so checkpoints and "
-            "`save_model` would lose it. Add its module to `modules_to_save`, or freeze it."
+            f"`{names[0]}`{more} {'are' if more else 'is'} trained but in no adapter. PEFT saves only adapters, so "
+            "checkpoints and `save_model` would lose such weights. Add their modules to `modules_to_save`, or freeze "
+            "them."
         ]
 
 

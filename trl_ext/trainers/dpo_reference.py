@@ -101,9 +101,9 @@ class DPOReference(reference_source.ReferenceSource):
         if terms and overrides_below(self.host, "_compute_loss") is not None:
             names = " and ".join(f"'{name}'" for name, _ in terms)
             raise ValueError(
-                f"The loss type {names} has a term that trl_ext adds to TRL's loss, and an override of "
-                "`_compute_loss` between its trainer and TRL's would not reach it. Override `_compute_loss` in a "
-                "subclass of trl_ext's `DPOTrainer`."
+                f"The loss type {names} has a term that trl_ext adds to TRL's loss. The override of `_compute_loss` in "
+                "a class between trl_ext's `DPOTrainer` and TRL's would not get that term. Override `_compute_loss` in "
+                "a subclass of trl_ext's `DPOTrainer`."
             )
 
     # For each batch

@@ -111,7 +111,7 @@ class FirstBatchChecks:
     def decisions(self, model: Any, *, packs: bool) -> tuple[Decision, ...]:
         """Return the plan's row about the checks of `model`, the policy. There is none if nothing can be compared."""
         if self.pass_file is not None:
-            reason = "An earlier run of the same model, code, versions and options has passed its checks."
+            reason = "An earlier run of the same model, code, versions and options has passed these checks."
             return (Decision("first batch", "reuse", reason, routine=True, folder=str(self.pass_file)),)
         is_known = is_of_libraries(model)
         if not packs and not is_known:
@@ -121,7 +121,7 @@ class FirstBatchChecks:
             rows = f"Up to {ROWS + 1} rows of at most {columns_to_check(model)} tokens"
             reason += f" {rows} run padded and packed, to compare hidden states."
         if not is_known:
-            reason += " Rows are that long because the model runs code that is not of a library."
+            reason += " These rows are long, because the model runs code that is not part of a library."
         return (Decision("first batch", "run", reason, routine=is_known),)
 
     def _path(self, facts: dict[str, Any]) -> Path:

@@ -129,7 +129,9 @@ class GRPOGeneration:
             return "`generation_kwargs` sets `logprobs`"
         if trainer.use_vllm and is_asked and self._most_log_probs < top_k:
             most = self._most_log_probs
-            return f"vLLM returns the log-probs of {most} tokens, fewer than `top_k={top_k}` (raise its `max_logprobs`)"
+            return (
+                f"vLLM returns the log-probs of {most} tokens, fewer than `top_k={top_k}` (raise vLLM's `max_logprobs`)"
+            )
         if not trainer.use_vllm and trainer.use_transformers_continuous_batching:
             return "transformers' continuous batching does not return the tokens that it could choose"
         if not trainer.use_vllm and (generation_kwargs.get("num_beams") or 1) > 1:

@@ -196,11 +196,11 @@ class GRPOPasses(SampledPasses[GRPOPlan]):
             raise RuntimeError(
                 f"{changes} during training, and completions that were sampled before the change have no "
                 "old-policy log-probs: the weights that sampled them have changed. Make the change before "
-                "training, or when all completions of a generation batch are trained on."
+                "training, or after all completions of a generation batch have been trained on."
             )
         raise RuntimeError(
-            "A micro-batch has no old-policy log-probs, and the weights that sampled it have changed. Something "
-            "put rows into `_buffered_inputs`: override `_prepare_inputs` to do that."
+            "A micro-batch has no old-policy log-probs, and the weights that sampled its completions have changed. "
+            "Something put rows into `_buffered_inputs`: override `_prepare_inputs` to do that."
         )
 
     def score_reference(self, batches: list[Batch]) -> None:

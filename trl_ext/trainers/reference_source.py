@@ -239,7 +239,7 @@ class ReferenceSource:
         if is_policy and (args.bf16_full_eval or args.fp16_full_eval):
             name = "bf16_full_eval" if args.bf16_full_eval else "fp16_full_eval"
             return f"`{name}` casts the policy in evaluations, and the reference with it"
-        return f'its positions (`rope_type="{rope}"`) depend on the longest sequence of each batch' if rope else None
+        return f'positions (`rope_type="{rope}"`) depend on the longest sequence of each batch' if rope else None
 
     def _is_rewritten(self) -> bool:
         """Whether torch has counted writes to the weights of a reference model since the first step."""
@@ -265,12 +265,12 @@ class ReferenceSource:
         elif internals.holds_images(self.host):
             not_storable = "the data contains images, and the store identifies sequences by their tokens only"
         if args.precompute_ref_log_probs and not_storable:
+            remedy = "Set one of the two to False." if self.weights.moves else "Set it to False."
             raise ValueError(
-                f"`precompute_ref_log_probs=True`, but the reference cannot be precomputed: {not_storable}. Set it to "
-                "False, or keep the reference fixed."
+                f"`precompute_ref_log_probs=True`, but the reference cannot be precomputed: {not_storable}. {remedy}"
             )
         if not args.precompute_ref_log_probs and self._is_rewritten():
-            not_storable = "its weights have changed during training"
+            not_storable = "weights of the reference have changed during training"
         trained = self._shared
         varies = self._varies
         if self.kind == "model" and self.host.ref_model is not None:
@@ -286,7 +286,7 @@ class ReferenceSource:
             "reference": self._origin if self.kind == "model" else self.kind,
             "folder": str(self.options.folder),
             "not_storable": not_storable,
-            "drifts": f"it changes in training, because it uses the trained weight `{trained}`" if trained else None,
+            "drifts": f"training changes the weight `{trained}`, which the reference reads" if trained else None,
             "varies": varies,
             "uncacheable": self._uncacheable,
             "own_loss": self.host._bypassed_by(),

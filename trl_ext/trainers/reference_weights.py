@@ -60,7 +60,7 @@ class ReferenceOfPolicy:
         if not isinstance(self.trainer.model, PeftModel):
             raise ValueError(
                 f"`beta` was changed to {beta} after the trainer was built with `beta=0`, so there is no reference. "
-                "Build the trainer with a `beta` above 0, and change it then."
+                "Build the trainer with a `beta` above 0, and change `beta` afterwards."
             )
         self.policy_reference = PolicyReference(self.trainer.model, "trl")
 
@@ -70,7 +70,7 @@ class ReferenceOfPolicy:
         if base_of(model) is base_of(policy):
             raise ValueError(
                 "`ref_model` and `model` wrap the same base model, and PEFT puts both adapters into it. Load the base "
-                "model a second time for `ref_model`; or leave `ref_model` out, and set `ref_adapter_name`."
+                "model a second time for `ref_model`. Or leave `ref_model` out, and set `ref_adapter_name`."
             )
         if self.trainer.args.sync_ref_model:
             _check_synced(policy, model)
@@ -80,7 +80,7 @@ class ReferenceOfPolicy:
         if shared_name:
             raise ValueError(
                 "`reference_device='cpu'` moves the reference's weights to the host, but the policy shares them "
-                f"(`{shared_name}`). Leave it unset, or load a separate `ref_model`."
+                f"(`{shared_name}`). Leave `reference_device` unset, or load a separate `ref_model`."
             )
         check_supported(model)
         HostedReference(model, self.trainer.accelerator.device)
@@ -96,13 +96,13 @@ class ReferenceOfPolicy:
             name = next(iter(reference.copies))
             raise ValueError(
                 f"The reference needs a copy of the trained weight `{name}`, which {engine} would "
-                "partition. Use ZeRO-2 or FSDP2; or train a fresh adapter (`peft_config`) or one named "
-                '"default", without `bias` and with `sync_ref_model=False`.'
+                "partition. Use ZeRO-2 or FSDP2. Otherwise, train a fresh adapter (`peft_config`) or an adapter named "
+                '"default", in either case without `bias` and with `sync_ref_model=False`.'
             )
         if reference.moves and self.ranks.tensor_parallel is not None:
             raise ValueError(
                 "`sync_ref_model=True` with an adapter does not work under tensor parallelism, where each rank has "
-                "only a part of the reference. Set it to False, or use another engine."
+                "only a part of the reference. Set `sync_ref_model=False`, or use another engine."
             )
 
     # Training
@@ -198,7 +198,7 @@ class ReferenceOfPolicy:
         if self.ranks.tensor_parallel is not None or trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
             raise ValueError(
                 f"{option} does not work with FSDP, DeepSpeed and tensor parallelism, which shard the reference model "
-                "themselves. Leave it unset. FSDP (`fsdp_offload_params: true`) and ZeRO-3 "
+                "themselves. Leave `reference_device` unset. FSDP (`fsdp_offload_params: true`) and ZeRO-3 "
                 "(`offload_param_device: cpu`) have their own offloading."
             )
         if trainer.accelerator.state.dynamo_plugin.backend != DynamoBackend.NO:
@@ -214,7 +214,7 @@ def check_hosted_arguments(args: Any, *, has_model: bool) -> None:
     if not has_model and args.beta != 0:
         raise ValueError(
             f"{option} keeps a separate reference model on the host, but there is none: a PEFT policy and its "
-            "reference share their weights. Leave it unset."
+            "reference share their weights. Leave `reference_device` unset."
         )
     if args.sync_ref_model:
         raise ValueError(
@@ -229,6 +229,6 @@ def _check_synced(policy: Any, model: Any) -> None:
         if of_policy is None or of_reference is None or of_policy[1].shape != of_reference[1].shape:
             name = (of_reference or of_policy)[0]
             raise ValueError(
-                "`sync_ref_model=True` needs a `ref_model` with the parameters of `model`, but they differ, first in "
-                f"`{name}`. Pass a model of the same kind, or set `sync_ref_model=False`."
+                "`sync_ref_model=True` needs a `ref_model` with the parameters of `model`, but the parameters differ, "
+                f"first in `{name}`. Pass a model of the same kind, or set `sync_ref_model=False`."
             )

@@ -43,7 +43,7 @@ class RowBalance:
         if decision.name != "balance" or self.max_over_mean is None:
             return decision
         before, after = self.max_over_mean
-        effect = f"Tokens of the largest rank over the mean: {after:.2f}, in TRL's order {before:.2f}."
+        effect = f"The rank with the most tokens has {after:.2f} times the mean, and {before:.2f} times in TRL's order."
         return replace(decision, reason=f"{decision.reason} {effect}")
 
     def reorder(

@@ -149,7 +149,7 @@ def check_kernels(kernels: str | None, device: torch.device, name: str = "kernel
         raise ValueError(f"`{name}` must be None or one of {list(KERNELS)}, got {kernels!r}.")
     reason = triton_unavailable_reason(device) if kernels == "triton" else None
     if reason is not None:
-        raise ValueError(f"`{name}='triton'` is not available: {reason}. Leave it None to use what runs here.")
+        raise ValueError(f"`{name}='triton'` is not available: {reason}. Leave `{name}` at None to use what runs here.")
 
 
 @cache
@@ -159,7 +159,7 @@ def triton_unavailable_reason(device: torch.device) -> str | None:
         return "Triton is not installed"
     if device.type == "cpu":
         interpreted = os.environ.get("TRITON_INTERPRET") == "1"
-        return None if interpreted else "on the CPU Triton runs only with TRITON_INTERPRET=1, for tests"
+        return None if interpreted else "Triton runs on the CPU only with TRITON_INTERPRET=1, for tests"
     if device.type not in ("cuda", "xpu"):
         return f"Triton does not compile for a device of type {device.type!r}"
     try:
@@ -171,7 +171,7 @@ def triton_unavailable_reason(device: torch.device) -> str | None:
         wrong = f"on {device} its kernels fail: {type(error).__name__}: {error}"
     if wrong is not None:
         # Estimated like the table in benchmarks/RESULTS.md
-        cost = "but it takes an estimated 1.6 to 2 times as long (`trl-ext doctor` repeats the test)"
+        cost = "but the head takes an estimated 1.6 to 2 times as long (`trl-ext doctor` repeats the test)"
         results = f"so torch computes the LM head. Results are the same, {cost}"
         warnings.warn(f"Triton kernels could not be used, {results}: {wrong}", stacklevel=2)
     return wrong
