@@ -38,6 +38,7 @@ def claims() -> list[str]:
     equal_rewards, fewer = (run.lines["trl"]["equal_rewards"] for run in (grpo, mixed))
     without_generation = [seconds(grpo, x) - seconds(grpo, x, "generation_ms") for x in ("trl_ext", "trl")]
     head = CPU["real_head_bf16"].lines
+    errors = [head[name]["max_error"] for name in ("trl_ext_torch", "trl")]
     backbone = [head[name]["with_backbone"]["max"] for name in ("trl_ext_torch", "trl")]
     of_gpu, full = H200["grpo_step_lora"], H200["grpo_step_full"]
     slower = H200["dpo_step_lora_epoch_1"].over("trl_ext", "trl")
@@ -56,8 +57,8 @@ def claims() -> list[str]:
         "On an H200 with 0.6 billion weights, without generation, a GRPO step takes "
         f"{of_gpu.over('trl_ext', 'trl'):.1f} times TRL's time with LoRA and "
         f"{full.over('trl_ext', 'trl'):.1f} times in full, but DPO with LoRA {slower:.1f} times in a first epoch, and a Qwen3-VL on text {multimodal:.1f} times.",
-        "In bf16, TRL rounds logits, which moves log-probs on SmolLM2's hidden states by up to "
-        f"{head['trl']['max_error']:.2f} (our head: {head['trl_ext_torch']['max_error']:.6f}). A backbone in bf16 "
+        f"In bf16, TRL rounds logits, which moves log-probs on SmolLM2's hidden states by up to {errors[1]:.2f} (our "
+        f"head: {errors[0]:.6f}). A backbone in bf16 "
         f"moves them by up to {max(backbone):.1f} with either head.",
     ]
 

@@ -336,7 +336,9 @@ def test_kernels_that_fail_on_a_device_are_replaced_with_a_warning(fault, monkey
 
     monkeypatch.setattr(kernels_work, "_difference", difference)
     words = "fail on cuda:7: OSError: no C compiler" if fault == "raises" else "differ from torch by 5.0e-01 on cuda:7"
-    with pytest.warns(UserWarning, match=f"computes the LM head: Triton's kernels {words}.* 1.6 to 2 times as long"):
+    with pytest.warns(
+        UserWarning, match=f"The LM head runs in torch: Triton's kernels {words}.* 1.6 to 2 times as long"
+    ):
         assert isinstance(work_of(None, torch.device("cuda", 7), torch.float32, LogitTransform()), TorchWork)
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -173,7 +173,7 @@ def triton_unavailable_reason(device: torch.device) -> str | None:
         # Estimated like the table in benchmarks/RESULTS.md
         cost = "Results are the same, but the head takes an estimated 1.6 to 2 times as long"
         warnings.warn(
-            f"torch computes the LM head: {wrong}. {cost}. `trl-ext doctor` tests the kernels again.", stacklevel=2
+            f"The LM head runs in torch: {wrong}. {cost}. `trl-ext doctor` tests the kernels again.", stacklevel=2
         )
     return wrong
 
