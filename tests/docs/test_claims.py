@@ -56,9 +56,10 @@ def claims() -> list[str]:
         "gradient checkpointing.",
         "On an H200 with 0.6 billion weights, without generation, a GRPO step takes "
         f"{of_gpu.over('trl_ext', 'trl'):.1f} times TRL's time with LoRA and "
-        f"{full.over('trl_ext', 'trl'):.1f} times in full, but DPO with LoRA {slower:.1f} times in a first epoch, and a Qwen3-VL on text {multimodal:.1f} times.",
-        f"In bf16, TRL rounds logits, which moves log-probs on SmolLM2's hidden states by up to {errors[1]:.2f} (our "
-        f"head: {errors[0]:.6f}). A backbone in bf16 "
+        f"{full.over('trl_ext', 'trl'):.1f} times in full, but DPO with LoRA {slower:.1f} times in a "
+        f"first epoch, and a Qwen3-VL on text {multimodal:.1f} times.",
+        "In bf16, TRL rounds logits, which moves log-probs on SmolLM2's hidden states by up to "
+        f"{errors[1]:.2f} (our head: {errors[0]:.6f}). A backbone in bf16 "
         f"moves them by up to {max(backbone):.1f} with either head.",
     ]
 
