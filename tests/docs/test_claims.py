@@ -51,7 +51,7 @@ def claims() -> list[str]:
         f"{without_generation[0]:.1f} s instead of {without_generation[1]:.1f} s. A smaller step, with equal rewards "
         f"in {fewer:.0%}, takes {instead_of(mixed)}.",
         f"That GRPO step peaks at {gib(grpo, 'trl_ext'):.1f} GiB instead of {gib(grpo, 'trl'):.1f} GiB on a CPU, where "
-        "TRL's fused LM head has no kernels. On an H200, which has them, a GRPO step with LoRA on 0.6 billion weights "
+        "TRL's fused LM head has no kernels. On an H200, where it has them, a GRPO step with LoRA on 0.6 billion weights "
         f"peaks at {gib(of_gpu, 'trl_ext'):.1f} GiB instead of {gib(of_gpu, 'trl'):.1f} GiB, without generation and "
         "gradient checkpointing.",
         "On an H200 with 0.6 billion weights, without generation, a GRPO step takes "
