@@ -22,8 +22,9 @@ TITLES = {
     "real_sft_lora": "SFT, LoRA, rows of equal lengths",
     "real_sft_full_bf16_short": "SFT, full, bf16, one row of 68 tokens",
 }
-# Shown in the README
-PLOTTED = [name for name in TITLES if name not in ("real_dpo_lora_checkpointing", "real_dpo_lora_batch_8")]
+# Shown in the README, but for variants, and for a median step that has no group to train on
+_ON_THE_PAGE_ONLY = ("real_dpo_lora_checkpointing", "real_dpo_lora_batch_8", "real_grpo_lora_64_tokens")
+PLOTTED = [name for name in TITLES if name not in _ON_THE_PAGE_ONLY]
 STEP_HEADER = [
     "step",
     "TRL, s",

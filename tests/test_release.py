@@ -61,10 +61,8 @@ def test_a_dependency_may_be_newer_than_the_tested_one_but_not_of_the_next_major
 
 def test_the_pages_name_the_ranges_that_can_be_installed():
     ranges = {**RANGES, "Python": PROJECT["project"]["requires-python"]}
-    least = [
-        f"{name} {ranges[name].split(',')[0].removeprefix('>=')}" for name in ("torch", "transformers", "trl", "Python")
-    ]
-    install = f"{', '.join(least)}, or newer"
+    least = [f"{name}{ranges[name].split(',')[0]}" for name in ("Python", "torch", "transformers", "trl")]
+    install = f"Requires {', '.join(least)}."
     # TRL installs the newest torch, and a narrower upper bound would take it away again
     assert RANGES["torch"].split(",")[1] == "<3"
     assert install in " ".join((ROOT / "README.md").read_text().split()), f"README.md does not say: {install}"

@@ -470,7 +470,7 @@ def test_what_is_documented_runs_and_prints_that(
         "runs/grpo": tmp_path / "grpo",
         "Qwen/Qwen2-0.5B-Instruct": model,
         "trl-lib/ultrafeedback_binarized": data,
-        "Qwen2-0.5B-DPO": f"{tmp_path}/out --use_cpu --max_steps 1",
+        "runs/qwen2": f"{tmp_path}/out --use_cpu --max_steps 1",
     }
     for written, given in replaced.items():
         command = command.replace(written, str(given))

@@ -140,7 +140,7 @@ def test_a_difference_that_shows_later_is_found_on_the_first_batch(caplog: pytes
     expected = copy.deepcopy(model)
     expected.lm_head.weight.data = head.weight.data * 0.5
     assert floats_apart(log_probs, by_logits(expected, 1.0)) < 2e-5
-    assert "Log-probs differ from TRL's" in caplog.text
+    assert "TRL's log-probs are not those of the model's logits" in caplog.text
 
 
 def test_noise_in_every_forward_is_no_error() -> None:
@@ -214,11 +214,11 @@ def test_the_plan_says_where_trl_is_wrong(name: str, words: str | None, tmp_path
     )  # fmt: skip
     plan = trainer.explain()
     if words is None:
-        assert "differ from TRL's" not in plan["head"].reason
+        assert "TRL's log-probs are not" not in plan["head"].reason
         assert plan["head"].routine
     else:
         assert f"{type(model).__name__} {words}" in plan["head"].reason
-        assert "differ from TRL's" in " ".join(str(plan).split())
+        assert "TRL's log-probs are not" in " ".join(str(plan).split())
     trainer.train()
     assert trainer.explain()["head"].routine == (words is None)
 

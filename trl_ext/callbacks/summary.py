@@ -35,8 +35,7 @@ class PhaseTimes:
             self.seconds[phase] += time.monotonic() - begun
 
     def line(self) -> str:
-        """Return the time since this object was made, and that of each phase. The rest is training steps and "
-        "start-up."""
+        """Return the time since this object was made, and that of each phase. The rest is steps and start-up."""
         total = time.monotonic() - self._begun
         phases = {**self.seconds, "other (steps, start-up)": total - sum(self.seconds.values())}
         # Not "0.0 s"

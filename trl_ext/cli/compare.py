@@ -237,7 +237,7 @@ def report(
     limits = {name: f"{value:.1e} (rounding: up to {tolerances[name]:.2g})" for name, value in _measured(comparison)}
     worst = max(comparison.metrics, key=comparison.metrics.__getitem__, default="none")
     yield f"{'largest difference of the loss':36}{limits['loss']}"
-    yield f"{f'of {len(comparison.metrics)} metrics, in {worst}':36}{limits['metrics']}"
+    yield f"{f'of {len(comparison.metrics)} metrics, in {worst}':35} {limits['metrics']}"
     yield f"{'of weights, relative to change':36}{limits['weights']}"
     if comparison.samples:
         equal = sum(comparison.samples)

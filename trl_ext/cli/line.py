@@ -226,7 +226,7 @@ def _set_in(file: str) -> dict[str, Any]:
     except _RepeatedKeyError as error:
         key, number = error.args
         raise CommandError(
-            f"`{key}` is set twice in {file}, the second time in line {number}. Remove one of the two."
+            f"`{key}` is set twice in {file}, the second time on line {number}. Remove one of the two."
         ) from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         mark = getattr(error, "problem_mark", None)
@@ -279,8 +279,7 @@ def _check_data(line: Line) -> None:
         of_kind = f"of the type `{kind}`" if kind else "without a type"
         file_types = ", ".join(DATA_FORMATS)
         raise CommandError(
-            f"`--dataset_name` is `{name}`, a file {of_kind}. Pass a folder, or a file that ends in one of "
-            f"{file_types}."
+            f"`--dataset_name` is `{name}`, a file {of_kind}. Pass a folder, or a file ending in one of {file_types}."
         )
 
 

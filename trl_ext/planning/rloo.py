@@ -84,8 +84,7 @@ def _old_policy(reason: str | None) -> Decision:
         "old policy",
         "reuse",
         "The training forward's log-probs are used: generation and optimizer steps are aligned, so the weights are "
-        "those "
-        "that sampled the completions.",
+        "those that sampled the completions.",
     )
 
 

@@ -71,7 +71,7 @@ class DPOReference(reference_source.ReferenceSource):
         if self.weights.moves and with_columns:
             raise ValueError(
                 "`sync_ref_model=True` changes the reference, but the columns `ref_chosen_logps` and "
-                f"`ref_rejected_logps` of {' and '.join(f'`{name}`' for name in with_columns)} fix its log-probs. "
+                f"`ref_rejected_logps` of {' and '.join(f'`{name}`' for name in with_columns)} do not change. "
                 "Remove the columns, or set `sync_ref_model=False`."
             )
         randomness = self.host._randomness()

@@ -88,7 +88,7 @@ class RLOOTrainer(ExactTrainer, trl.RLOOTrainer):
     def _on_accelerator(self) -> None:
         if self._ranks.group is not None or self._ranks.sequence is not None:
             raise ValueError(
-                "`RLOOTrainer` does not support tensor parallelism, `cp_size` and `sp_size`. Use FSDP2 or ZeRO-3, or "
+                "`RLOOTrainer` does not support tensor parallelism, `cp_size` or `sp_size`. Use FSDP2 or ZeRO-3, or "
                 "`GRPOTrainer`."
             )
 

@@ -164,16 +164,17 @@ def triton_unavailable_reason(device: torch.device) -> str | None:
         return f"Triton does not compile for a device of type {device.type!r}"
     try:
         off_by = _difference(device)
-        wrong = None if off_by < 1e-4 else f"on {device} its kernels differ from torch by {off_by:.1e}"
+        wrong = None if off_by < 1e-4 else f"Triton's kernels differ from torch by {off_by:.1e} on {device}"
     except torch.OutOfMemoryError:
         raise  # not cached: the next call may have more memory
     except Exception as error:  # from the compiler, the driver or a missing C compiler
-        wrong = f"on {device} its kernels fail: {type(error).__name__}: {error}"
+        wrong = f"Triton's kernels fail on {device}: {type(error).__name__}: {error}"
     if wrong is not None:
         # Estimated like the table in benchmarks/RESULTS.md
-        cost = "but the head takes an estimated 1.6 to 2 times as long (`trl-ext doctor` repeats the test)"
-        results = f"so torch computes the LM head. Results are the same, {cost}"
-        warnings.warn(f"Triton kernels could not be used, {results}: {wrong}", stacklevel=2)
+        cost = "Results are the same, but the head takes an estimated 1.6 to 2 times as long"
+        warnings.warn(
+            f"The LM head runs in torch: {wrong}. {cost}. `trl-ext doctor` tests the kernels again.", stacklevel=2
+        )
     return wrong
 
 
