@@ -59,8 +59,8 @@ def claims() -> list[str]:
         f"{full.over('trl_ext', 'trl'):.1f} times with full fine-tuning. DPO with LoRA takes {slower:.1f} times in a "
         f"first epoch, and {multimodal:.1f} times for a Qwen3-VL on text.",
         "In bf16, our LM head does not round logits. TRL's does, which moves log-probs on SmolLM2's hidden states by "
-        f"up to {errors[1]:.2f} (ours: {errors[0]:.6f}). A backbone in bf16 moves them by up to {max(backbone):.1f} with "
-        "either head.",
+        f"up to {errors[1]:.2f} (ours: {errors[0]:.6f}). A backbone in bf16 moves them by up to "
+        f"{max(backbone):.1f} with either head.",
     ]
 
 

@@ -108,7 +108,7 @@ _RENAMED_OF_TRAINERS = {
 }
 _REMOVED_OF_TRAINERS = {
     "model_init": "Pass a `model`.",
-    "preprocess_logits_for_metrics": f"{_LEFT_OUT} The logits of a batch are never built.",
+    "preprocess_logits_for_metrics": f"{_LEFT_OUT} By default, a batch's logits are never built.",
     **dict.fromkeys(
         ("ref_model", "ref_policy"),
         f"{_LEFT_OUT} The reference is the model before training, and is used if `beta` is above 0.",
