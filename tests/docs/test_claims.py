@@ -50,17 +50,17 @@ def claims() -> list[str]:
         f"{equal_rewards:.0%} of the groups, a step takes {instead_of(grpo)}. Without generation, that is "
         f"{without_generation[0]:.1f} s instead of {without_generation[1]:.1f} s. A smaller step, with equal rewards "
         f"in {fewer:.0%}, takes {instead_of(mixed)}.",
-        f"That GRPO step peaks at {gib(grpo, 'trl_ext'):.1f} GiB instead of {gib(grpo, 'trl'):.1f} GiB on a CPU, where "
-        "TRL's fused LM head has no kernels. On an H200, where it has them, a GRPO step with LoRA on 0.6 billion weights "
-        f"peaks at {gib(of_gpu, 'trl_ext'):.1f} GiB instead of {gib(of_gpu, 'trl'):.1f} GiB, without generation and "
-        "gradient checkpointing.",
-        "On an H200 with 0.6 billion weights, without generation, a GRPO step takes "
+        f"The larger GRPO step peaks at {gib(grpo, 'trl_ext'):.1f} GiB instead of {gib(grpo, 'trl'):.1f} GiB on a CPU, "
+        "where TRL's fused LM head has no kernels. On an H200, where it has them, a GRPO step with LoRA on 0.6 billion "
+        f"weights peaks at {gib(of_gpu, 'trl_ext'):.1f} GiB instead of {gib(of_gpu, 'trl'):.1f} GiB, without "
+        "generation and gradient checkpointing.",
+        "on an H200 with 0.6 billion weights, without generation, a GRPO step takes "
         f"{of_gpu.over('trl_ext', 'trl'):.1f} times TRL's time with LoRA and "
-        f"{full.over('trl_ext', 'trl'):.1f} times in full, but DPO with LoRA {slower:.1f} times in a "
-        f"first epoch, and a Qwen3-VL on text {multimodal:.1f} times.",
-        "In bf16, TRL rounds logits, which moves log-probs on SmolLM2's hidden states by up to "
-        f"{errors[1]:.2f} (our head: {errors[0]:.6f}). A backbone in bf16 "
-        f"moves them by up to {max(backbone):.1f} with either head.",
+        f"{full.over('trl_ext', 'trl'):.1f} times with full fine-tuning. DPO with LoRA takes {slower:.1f} times in a "
+        f"first epoch, and {multimodal:.1f} times for a Qwen3-VL on text.",
+        "In bf16, our LM head does not round logits. TRL's does, which moves log-probs on SmolLM2's hidden states by "
+        f"up to {errors[1]:.2f} (ours: {errors[0]:.6f}). A backbone in bf16 moves them by up to "
+        f"{max(backbone):.1f} with either head.",
     ]
 
 

@@ -74,7 +74,7 @@ _REMOVED = {
     "rpo_alpha": 'Use `loss_type=["sigmoid", "sft"]` and `loss_weights=[1.0, {value}]`.',
     "tools": "Add a column `tools` to the data set.",
     "truncation_mode": f"{_LEFT_OUT} `max_length` keeps the beginning of a row.",
-    "use_liger_loss": f"{_LEFT_OUT} The logits of a batch are never built.",
+    "use_liger_loss": f"{_LEFT_OUT} By default, a batch's logits are never built.",
     "vllm_device": 'Use `vllm_mode="colocate"`, or `"server"` with a server on another device.',
     "warmup_ratio": "Use `warmup_steps={value}`: a number below 1 is a ratio.",
     **dict.fromkeys(("use_logits_to_keep", "use_num_logits_to_keep"), f"{_LEFT_OUT} Only completions are scored."),
@@ -108,7 +108,7 @@ _RENAMED_OF_TRAINERS = {
 }
 _REMOVED_OF_TRAINERS = {
     "model_init": "Pass a `model`.",
-    "preprocess_logits_for_metrics": f"{_LEFT_OUT} The logits of a batch are never built.",
+    "preprocess_logits_for_metrics": f"{_LEFT_OUT} By default, a batch's logits are never built.",
     **dict.fromkeys(
         ("ref_model", "ref_policy"),
         f"{_LEFT_OUT} The reference is the model before training, and is used if `beta` is above 0.",

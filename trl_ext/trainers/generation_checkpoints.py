@@ -95,8 +95,8 @@ class GenerationCheckpoints:
         if (had_completions and not args.ignore_data_skip) or self.buffer.in_mid_cycle:
             logger.warning(
                 "Training resumes between two generations, but the completions that were not yet trained on are "
-                f"lost: {lost_reason or 'they are on another rank'}. New ones are sampled for the same prompts with "
-                "the checkpoint's weights."
+                f"lost: {lost_reason or 'another rank has lost its own'}. New ones are sampled for the same prompts "
+                "with the checkpoint's weights."
             )
         return None
 
