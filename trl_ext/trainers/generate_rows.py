@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from transformers import ProcessorMixin
 
 from ..compat.replaced import replaced
 from ..distributed.ranks import Ranks
@@ -71,15 +72,14 @@ class FewerRows:
         model = self.trainer.model
         if any(config.is_prompt_learning for config in getattr(model, "peft_config", {}).values()):
             return "the adapter adds virtual tokens to each row"
-        if getattr(self.trainer, "_is_vlm", False):
+        if isinstance(self.trainer.processing_class, ProcessorMixin):
             return "prompts may have images"
         if positions_by_length(model):
             return "the model's rotary embeddings depend on the longest row of a forward pass"
         for owner in (model, base_of(model)):
             for function in functions_of_users(owner.generate):
-                return (
-                    f"`generate` runs `{getattr(function, '__name__', function)}`, which may read the rows of a batch"
-                )
+                name = getattr(function, "__name__", function)
+                return f"`generate` runs your function `{name}`, which may read the rows of a batch"
         return None
 
     def _all_rows_reason(self) -> str | None:
