@@ -250,7 +250,9 @@ def test_frozen_parameters_stay_frozen(workshop, tmp_path):
 
 
 def test_fixed_values_do_not_go_with_a_reference_that_moves(workshop, tmp_path):
-    with pytest.raises(ValueError, match=r"`sync_ref_model=True` changes the reference, .* `train_dataset` fix"):
+    with pytest.raises(
+        ValueError, match=r"`sync_ref_model=True` changes the reference, .* `train_dataset` do not change"
+    ):
         trainer(workshop, tmp_path, data=with_values(12, 1), sync_ref_model=True, ref_model_sync_steps=1)
 
 
