@@ -44,8 +44,8 @@ def claims() -> list[str]:
     slower = H200["dpo_step_lora_epoch_1"].over("trl_ext", "trl")
     multimodal = H200["dpo_step_multimodal_epoch_1"].over("trl_ext", "trl")
     return [
-        f"With LoRA in fp32, a DPO step on short answers takes {instead_of(dpo)}, on rows of up to 512 tokens "
-        f"{instead_of(long)}.",
+        f"With LoRA in fp32, a DPO step on short answers takes {instead_of(dpo)}; with rows of up to 512 tokens, "
+        f"it takes {instead_of(long)}.",
         "With prompts of about 100 tokens, 8 answers of up to 8 tokens to each, and equal rewards in "
         f"{equal_rewards:.0%} of the groups, a step takes {instead_of(grpo)}. Without generation, that is "
         f"{without_generation[0]:.1f} s instead of {without_generation[1]:.1f} s. A smaller step, with equal rewards "

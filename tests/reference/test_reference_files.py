@@ -148,7 +148,7 @@ def test_only_a_damaged_value_is_written_again(tmp_path, caplog):
     for _ in range(2):
         store = DiskStore(tmp_path, IDENTITY)
         assert [holds(store, i) for i in range(5)] == [True] * 4 + [False]
-        assert caplog.text.count("a sequence's values have a wrong checksum") == 1
+        assert caplog.text.count("has a wrong checksum and is scored again") == 1
         caplog.clear()
     store.add(entries(*range(5)))
     store.flush()
