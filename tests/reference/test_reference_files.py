@@ -135,7 +135,7 @@ def test_no_value_with_a_wrong_bit_is_used(tmp_path, caplog):
         caplog.clear()
         store = DiskStore(tmp_path, IDENTITY)
         found = sum(holds(store, i) for i in (7, 0, 9))
-        assert found == 3 or "Ignored" in caplog.text
+        assert found == 3 or "Ignored" in caplog.text or "wrong checksum" in caplog.text
         used += found
     assert used < 3 * len(content)
     path.write_bytes(content)
