@@ -85,8 +85,8 @@ class AddedFields:
     compiles."""
 
     padding_free: bool | None = None
-    """Process a batch as one row without padding. `None`: if possible. `True`: an error if it is not. `False`: keep the
-    padded batch, as in TRL."""
+    """Process a batch as one row without padding. `None`: if possible. `True`: an error if a rule forbids it. `False`:
+    keep the padded batch, as in TRL."""
 
     share_prompts: bool | None = None
     """Process leading tokens once for all rows that share them. `None`: unless this changes training, as with active

@@ -1,5 +1,6 @@
 """The figures of speed, memory and precision in the README and on the performance page are those of the lines."""
 
+import json
 import re
 
 import report_real
@@ -44,8 +45,8 @@ def claims() -> list[str]:
     slower = H200["dpo_step_lora_epoch_1"].over("trl_ext", "trl")
     multimodal = H200["dpo_step_multimodal_epoch_1"].over("trl_ext", "trl")
     return [
-        f"With LoRA in fp32, a DPO step on short answers takes {instead_of(dpo)}, on rows of up to 512 tokens "
-        f"{instead_of(long)}.",
+        f"With LoRA in fp32, a DPO step on short answers takes {instead_of(dpo)}; with rows of up to 512 tokens, "
+        f"it takes {instead_of(long)}.",
         "With prompts of about 100 tokens, 8 answers of up to 8 tokens to each, and equal rewards in "
         f"{equal_rewards:.0%} of the groups, a step takes {instead_of(grpo)}. Without generation, that is "
         f"{without_generation[0]:.1f} s instead of {without_generation[1]:.1f} s. A smaller step, with equal rewards "
@@ -145,3 +146,28 @@ def test_the_performance_page_says_how_much_a_loss_in_bf16_differs() -> None:
     difference = CPU["real_dpo_lora_bf16_equal"].lines["trl_ext"]["differences"]["loss"]
     claim = f"In DPO with bf16 weights, the loss differs from TRL's by up to {difference:.0%}, because"
     assert spaced(claim) in prose("docs/performance.md")
+
+
+def test_the_performance_page_has_the_seconds_of_generation() -> None:
+    names = ("grpo_lora", "grpo_lora_mixed", "grpo_lora_64_tokens", "rloo_lora")
+
+    def four(subject: str) -> str:
+        first, second, third, last = (f"{seconds(CPU[f'real_{x}'], subject, 'generation_ms'):.1f}" for x in names)
+        return f"{first}, {second}, {third} and {last} s"
+
+    claim = f"Generation takes {four('trl_ext')} of our steps, and {four('trl')} of TRL's."
+    assert claim in prose("docs/performance.md")
+
+
+def test_the_performance_page_has_the_peak_of_another_run() -> None:
+    lines = [json.loads(line) for path in FOLDER.glob("*.jsonl") for line in path.read_text().splitlines()]
+    peaks = [x["peak_mib"] for x in lines if x["benchmark"] == "real_grpo_lora" and x["subject"] == "trl"]
+    assert f"TRL's in the first row was {min(peaks):,.0f} MiB in another one." in prose("docs/performance.md")
+
+
+def test_the_performance_page_says_how_fast_whole_logits_are() -> None:
+    of_shape = [x for x in RUNS if x.device.startswith("CPU") and [*x.shape.values()] == [512, 2048, 32000]]
+    ratios = [x.over("trl_ext_torch", "logits") for x in of_shape if "logits" in x.lines]
+    assert len(ratios) == 3
+    claim = f"Plain torch with whole logits is {min(ratios):.0f} to {max(ratios):.0f} times faster"
+    assert claim in prose("docs/performance.md")

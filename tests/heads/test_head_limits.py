@@ -172,18 +172,18 @@ def backward(results: Any, upstream: Tensor, inputs: list[Tensor]) -> list[Tenso
     return list(torch.autograd.grad([x for x, _ in pairs], inputs, [g for _, g in pairs]))
 
 
-def assert_right_or_overflown(got: Tensor, want: Tensor, of_row: bool, upstream: float = 0.0) -> None:
+def assert_right_or_overflown(got: Tensor, want: Tensor, of_row: bool, of_entropy: Tensor | float = 0.0) -> None:
     """Check for equality up to rounding. Numbers too large for their dtype are infinite, never NaN.
 
     Args:
-        upstream (`float`): the largest upstream gradient. `want` has a rounding error of a part of it: of a token whose
-            probability is 1 - 1e-16, float64 knows the entropy's gradient, about 1e-14, to a few percent.
+        of_entropy (`Tensor` or `float`): the upstream gradient of the entropy. Of a token whose probability is
+            1 - 1e-16, float64 knows the entropy's gradient, about 1e-14 of it, to a few percent.
     """
     finite = torch.finfo(got.dtype)
     size = want.abs().amax(-1, keepdim=True) if of_row else want.abs().max()
     # Half-precision coefficients are rounded, fp32 sums are not; subnormal numbers differ by at least the smallest
     off = max(4 * finite.eps, 2e-5) * size + 2 * finite.smallest_normal * finite.eps
-    off = off + 1e-12 * upstream
+    off = off + 1e-12 * of_entropy
     lowest, highest = ((want + sign * off).clamp(-finite.max, finite.max) for sign in (-1, 1))
     number = got.double().clamp(-finite.max, finite.max)
     assert ((lowest <= number) & (number <= highest)).all(), f"{got} is not {want}"
@@ -207,9 +207,10 @@ def assert_gradients(x: Given, kind: str, kernels: str, options: dict[str, Any],
     exact = defined(exact_inputs[0], exact_inputs[1], x.targets, exact_inputs[2], **options)
     exact = LinearLogProbs(**{name: getattr(exact, name) for name in outputs})
     got, want = backward(found, x.upstream, asked), backward(exact, x.upstream.double(), exact_inputs)
-    largest = float(x.upstream.abs().max())
+    of_entropy_N = x.upstream[1].abs().double() * entropy
     for place, (mine, right) in enumerate(zip(got, want, strict=False)):
-        assert_right_or_overflown(mine, right, of_row=place == 0, upstream=largest)
+        of_entropy = of_entropy_N[:, None] if place == 0 else of_entropy_N.max()
+        assert_right_or_overflown(mine, right, of_row=place == 0, of_entropy=of_entropy)
 
 
 LARGEST, SMALLEST = torch.finfo(torch.float32).max, 2.0**-149

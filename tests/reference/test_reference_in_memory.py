@@ -204,7 +204,7 @@ def test_a_value_that_changed_on_disk_is_scored_again(workshop, tmp_path, caplog
     again, passes = run(workshop, tmp_path, trl_ext, plain)
     assert_same(again, logs)
     assert [rows for rows, _ in passes] == [4, 1]
-    assert "a sequence's values have a wrong checksum" in caplog.text
+    assert "has a wrong checksum and is scored again" in caplog.text
     again, passes = run(workshop, tmp_path, trl_ext, plain)
     assert_same(again, logs)
     assert len(passes) == 1

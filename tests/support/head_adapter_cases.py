@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from tiny import Workshop
 
 LOW_RANK = "LoRA's low-rank term"
-ROWS = "the rows of single tokens"
+ROWS = "the rows of `trainable_token_indices`"
 MODULE = "the head's own forward runs"
 WHOLE = "the whole weight is on this rank"
 

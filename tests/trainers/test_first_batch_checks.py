@@ -201,6 +201,15 @@ def test_an_object_of_the_user_in_a_library_is_noticed(monkeypatch: pytest.Monke
     assert is_replaced_in_libraries()
 
 
+def test_a_module_that_imports_what_is_asked_of_it_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked_names = []
+    lazy: Any = types.ModuleType("lazy")
+    lazy.__getattr__ = asked_names.append
+    monkeypatch.setattr(modeling_llama, "lazy", lazy, raising=False)
+    assert not is_replaced_in_libraries()
+    assert not asked_names
+
+
 def test_a_compiled_layer_is_not_known(runs: Runs) -> None:
     model = runs.model()
     assert is_of_libraries(model)

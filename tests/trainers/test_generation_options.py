@@ -196,7 +196,7 @@ def test_nan_is_none_in_every_batch_as_in_trl(
     for step in range(2):
         log, of_stock = ours.state.log_history[step], stock.state.log_history[step]
         for name in ("loss", "reward", "reward_std", "grad_norm"):
-            assert log[name] == pytest.approx(of_stock[name], rel=1e-4)
+            assert log[name] == pytest.approx(of_stock[name], rel=1e-4, abs=1e-6)  # the advantages of RLOO sum to 0
 
 
 def infinite(completion_ids: list[list[int]], **_: Any) -> list[float]:

@@ -254,7 +254,7 @@ def report(
     if not is_strict:
         yield "TRL rounds logits in lower precision. To compare strictly, add --bf16 false --dtype float32."
     if beyond and ours.drops_out:
-        yield "Dropout draws other random numbers in trl_ext. To compare without it, set it to 0 (--lora_dropout 0)."
+        yield "Dropout draws other random numbers in trl_ext. To compare, set it to 0 (for LoRA: --lora_dropout 0)."
     if beyond and any(entry.get("frac_reward_zero_std") for entry in ours.log):
         yield (
             "Some groups have equal rewards, for which TRL's advantages can be rounding noise. To keep this noise in "

@@ -115,9 +115,9 @@ def run(line: Line, process: Process) -> int:
     chosen_arguments = _arguments_of(planner, best[0].candidate.option)
     variables = (given_arguments.get("env") or {}) | chosen_arguments.get("env", {})
     _write(path, {**given_arguments, **chosen_arguments, "env": variables or None})
-    print(wrapped(_NOT_COVERED), "")
-    run_it = "This command starts now" if arguments.apply else "Run this command as it is"
-    print(wrapped(f"{run_it}, to train with the first option and your other arguments:"), "", sep="\n")
+    print(wrapped(_NOT_COVERED), "", sep="\n")
+    start = "This command starts now" if arguments.apply else "Run this command as it is"
+    print(wrapped(f"{start}, to train with the first option and your other arguments:"), "", sep="\n")
     print(f"trl-ext {line.method} --config {path}")
     if not arguments.apply:
         return 0

@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 from torch.nn.modules import module as torch_module
 
-from ..functions import closure_of, package_of
+from ..functions import closure_of, package_of, plain_function
 
 # Packages whose hooks and replaced `forward` methods do the same in each call
 _KNOWN = {
@@ -90,7 +90,7 @@ def functions_of_users(
             continue  # the modules of the model are looked at themselves
         visited[id(value)] = value
         waiting.append(getattr(value, "__dict__", {}).get("__wrapped__"))
-        function = getattr(value, "__func__", value)
+        function = plain_function(value)
         if isinstance(value, partial):
             waiting += [value.func, *value.args, *value.keywords.values()]
         elif not isinstance(function, FunctionType):
@@ -127,7 +127,7 @@ def is_replaced_in_libraries() -> bool:
 
 def _is_replacement(value: Any) -> bool:
     """Whether a value in a file of a library runs code that is not of libraries."""
-    function = value.fget if isinstance(value, property) else getattr(value, "__func__", value)
+    function = value.fget if isinstance(value, property) else plain_function(value)
     if not isinstance(function, FunctionType | partial):
         call = type(value).__call__ if callable(value) else None
         return isinstance(call, FunctionType) and _is_replacement(call)  # an object of a user's class
@@ -139,7 +139,7 @@ def _is_replacement(value: Any) -> bool:
         if is_known(module) and not function.__closure__ and "__wrapped__" not in vars(function):
             return False
     for x in functions_of_users(function):
-        plain = x.__func__ if isinstance(x, MethodType) else x
+        plain = plain_function(x)
         if not isinstance(plain, FunctionType) or package_of(plain) not in _IMPORTED:
             return True
     return False

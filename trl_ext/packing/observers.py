@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..functions import plain_function
 from .hooks import is_known
 
 # What an expression is, in ascending order; a variable is the highest of all that is bound to it.
@@ -169,7 +170,7 @@ class _MayChangeError(Exception):
 
 def _kind_of_result(function: FunctionType | MethodType, callers: tuple[Any, ...], *, is_hook: bool = False) -> int:
     """Return what `function`, called by the functions `callers`, returns: the highest of its sources."""
-    plain = getattr(function, "__func__", function)
+    plain = plain_function(function)
     sources = _sources_of(plain.__code__)
     if not sources or plain in callers:
         raise _MayChangeError
@@ -205,7 +206,7 @@ class _Reader:
     def __init__(
         self, node: ast.FunctionDef | ast.Lambda, function: FunctionType | MethodType, callers: Any, *, is_hook: bool
     ) -> None:
-        plain: Any = getattr(function, "__func__", function)
+        plain: Any = plain_function(function)
         self._node = node
         self._callers = callers
         # Values of the variables that are not the function's own

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from dis import get_instructions
 from functools import cache
 from itertools import pairwise
-from types import CodeType, FunctionType
+from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.nn.modules import module as torch_module
 
-from ..functions import closure_of, nested_codes
+from ..functions import closure_of, nested_codes, plain_function
 from .hooks import (
     describe_function,
     forward_hooks,
@@ -194,7 +194,7 @@ def _forwards_of(part: type) -> frozenset[FunctionType]:
     """Return what users' classes define as their forward. In a class of a known package, it is a replaced one."""
     user_classes = (x for x in part.__mro__ if not is_known(x.__module__))
     functions: Iterator[Any] = (y for x in user_classes for y in functions_of_users(vars(x).get("forward")))
-    return frozenset(getattr(function, "__func__", function) for function in functions)
+    return frozenset(plain_function(function) for function in functions)
 
 
 def _randomness_of_layer(name: str, module: nn.Module) -> Randomness | None:
@@ -325,17 +325,17 @@ def _draws_of_class(part: type) -> frozenset[str]:
 def functions_of_forward(part: type) -> tuple[FunctionType, ...]:
     """Return the class's forward, the methods that it calls, directly or not, and the functions of users."""
     functions: dict[FunctionType, None] = {}
-    waiting = [_plain_function(getattr(part, name, None)) for name in ("forward", "__call__")]
+    waiting = [_undecorated(getattr(part, name, None)) for name in ("forward", "__call__")]
     while waiting:
         function = waiting.pop()
         if function is None or function in functions or function.__module__.startswith("torch.nn.modules.module"):
             continue
         functions[function] = None
         names = _names(function.__code__)
-        waiting += [_plain_function(getattr(part, name, None)) for name in names if not name.startswith("__")]
+        waiting += [_undecorated(getattr(part, name, None)) for name in names if not name.startswith("__")]
         if not is_known(function.__module__):
             named_functions = (x for x in _read_by(function) if isinstance(x, FunctionType))
-            waiting += [_plain_function(x) for x in named_functions if not is_known(x.__module__)]
+            waiting += [_undecorated(x) for x in named_functions if not is_known(x.__module__)]
     return tuple(functions)
 
 
@@ -344,11 +344,11 @@ def _read_by(function: FunctionType) -> list[Any]:
     return [*(function.__globals__.get(name) for name in _names(function.__code__)), *closure_of(function)]
 
 
-def _plain_function(value: Any) -> FunctionType | None:
+def _undecorated(value: Any) -> FunctionType | None:
     """Return the function under decorators that keep it in `__wrapped__`."""
-    while hasattr(value, "__wrapped__"):
+    while not isinstance(value, ModuleType) and hasattr(value, "__wrapped__"):
         value = value.__wrapped__
-    value = getattr(value, "__func__", value)
+    value = plain_function(value)
     return value if isinstance(value, FunctionType) else None
 
 

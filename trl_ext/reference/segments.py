@@ -88,7 +88,10 @@ class Segment:
             return np.frombuffer(raw, np.float32)
         if not self._damaged:
             self._damaged = True
-            warn_ignored([(self.path, "a sequence's values have a wrong checksum")])
+            logger.warning(
+                "A sequence in %s has a wrong checksum and is scored again. The file's other sequences are used.",
+                self.path,
+            )
         return None
 
     def _read(self, count: int, offset: int) -> bytes:

@@ -125,7 +125,7 @@ class ReferenceWeights:
         """Return why this reference cannot be identified, or None."""
         away = next((name for name, tensor in self.tensors() if tensor.is_meta), None)
         if away:
-            return f"not all weights are in memory (`{away}` is on the meta device), so they cannot be hashed"
+            return f"`{away}` is on the meta device, so the reference's weights cannot be hashed"
         try:
             self._states_in_memory()
         except UnknownCodeError as error:

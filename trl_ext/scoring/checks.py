@@ -117,8 +117,8 @@ def check_head(
         # If the definition gives NaN too, the head is not wrong
         if value.isfinite().all() and not off <= 1:
             raise RuntimeError(
-                f"The tiled LM head differs from its definition on the first batch: {name} by up to "
-                f"{difference.max():.3g}, which is {off:.3g} times the tolerance. Training would be wrong. "
+                f"The tiled LM head differs from its definition on the first batch: {name}, by up to "
+                f"{difference.max():.3g}; the error is {off:.3g} times the tolerance. Training would be wrong. "
                 'Set `head="dense"` in the config to train without the tiled head, and report this with the model\'s '
                 "name and the output of `trl-ext doctor`."
             )

@@ -64,7 +64,7 @@ class HeadAdapter:
 
     def tensors(self) -> dict[str, Tensor]:
         """Return all tensors of the adapter, by their names in error messages."""
-        tensors = {"rows of single tokens": self.rows}
+        tensors = {"rows of `trainable_token_indices`": self.rows}
         for number, factors in enumerate(self.factors):
             for name, x in zip(("first factor", "second factor", "bias"), factors[:3], strict=True):
                 tensors[f"{name} of adapter {number}"] = x
@@ -161,7 +161,7 @@ def _unwrapped(lm_head: nn.Module) -> LinearHead | OpaqueHead:
         return LinearHead(module)
     classes = tuple(sorted(rows))
     rows_KH = torch.stack([rows[token] for token in classes]) if rows else None
-    changes = ["LoRA's low-rank term"] * bool(factors) + ["the rows of single tokens"] * bool(rows)
+    changes = ["LoRA's low-rank term"] * bool(factors) + ["the rows of `trainable_token_indices`"] * bool(rows)
     return LinearHead(module, HeadAdapter(tuple(factors), classes, rows_KH), " and ".join(changes), lm_head)
 
 

@@ -258,14 +258,15 @@ class ReferenceSource:
         """Return the fields of [`ReferenceFacts`] that are no arguments."""
         args = self.host.args
         not_storable: str | None = self.host._features.why_off("store")
+        remedy = "Set it to False."
         if not_storable is not None:
             pass
         elif self.weights.moves:
             not_storable = "`sync_ref_model` updates it during training"
+            remedy = "Set one of the two to False."
         elif internals.holds_images(self.host):
             not_storable = "the data contains images, and the store identifies sequences by their tokens only"
         if args.precompute_ref_log_probs and not_storable:
-            remedy = "Set one of the two to False." if self.weights.moves else "Set it to False."
             raise ValueError(
                 f"`precompute_ref_log_probs=True`, but the reference cannot be precomputed: {not_storable}. {remedy}"
             )
