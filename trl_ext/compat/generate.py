@@ -246,7 +246,8 @@ def _inputs_of_rows(inputs: dict[str, Any], rows_R: Tensor, batch_size: int) -> 
     """
     row_inputs: dict[str, Any] = {}
     for name, value in inputs.items():
-        if name in _CACHE_NAMES or name in _SHARED or not isinstance(value, Tensor | list | tuple | dict):
+        has_rows = isinstance(value, Tensor) or (isinstance(value, list | tuple | dict) and len(value) > 0)
+        if name in _CACHE_NAMES or name in _SHARED or not has_rows:
             row_inputs[name] = value
             continue
         if name not in _TENSORS_OF_ROWS or not isinstance(value, Tensor) or value.ndim not in (2, 3):
