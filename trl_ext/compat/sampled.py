@@ -179,7 +179,12 @@ def metrics_set_aside(trainer: SampledInternals) -> AbstractContextManager[None]
 
 @contextmanager
 def loss_of_scores(
-    trainer: SampledInternals, model: Any, pass_outputs: tuple[Any, Any, Any], micro_batches: int = 1
+    trainer: SampledInternals,
+    model: Any,
+    pass_outputs: tuple[Any, Any, Any],
+    micro_batches: int = 1,
+    *,
+    corrects_for_sampler: bool = False,
 ) -> Iterator[None]:
     """Make TRL's loss read finished scores in the `with` block.
 
@@ -187,6 +192,7 @@ def loss_of_scores(
         pass_outputs (`tuple`): what TRL's loss gets from its pass of `model`, which does not run: log-probs, entropies,
             router loss.
         micro_batches (`int`): how many of TRL's micro-batches the rows are, for divisions by their number.
+        corrects_for_sampler (`bool`): whether the loss reads the ratio to the sampler, which TRL's does only with vLLM.
     """
     run_pass = getattr(trainer, PASS)
     is_used = False
@@ -199,7 +205,10 @@ def loss_of_scores(
             return pass_outputs
         return run_pass(called_model, *positional, **options)
 
-    with replaced(trainer, **{PASS: outputs_or_pass}), as_one_micro_batch(trainer, micro_batches):
+    members: dict[str, Any] = {PASS: outputs_or_pass}
+    if corrects_for_sampler:
+        members["use_vllm"] = True
+    with replaced(trainer, **members), as_one_micro_batch(trainer, micro_batches):
         yield
 
 
@@ -260,7 +269,7 @@ class Generation:
     Args:
         trainer_class (`type`): TRL's class.
         use_adapter (`Callable`): in place of TRL's context manager, which activates the reference's adapter.
-        generating (`Callable`): returns the context of each call of TRL's `_generate_single_turn`.
+        run_turn (`Callable`): calls its first argument, TRL's `_generate_single_turn`, with the others.
         members (`Any`): members of the trainer to replace. TRL's `_generate` and `_calculate_rewards`, and what a
             subclass puts in their place, still find the trainer's own log-prob pass.
     """
@@ -270,13 +279,13 @@ class Generation:
         trainer: Any,
         trainer_class: Any,
         use_adapter: Callable[..., Any],
-        generating: Callable[[], AbstractContextManager[None]],
+        run_turn: Callable[..., Any],
         **members: Any,
     ) -> None:
         self.trainer = trainer
         self.trainer_class = trainer_class
         self.use_adapter = use_adapter
-        self.generating = generating
+        self.run_turn = run_turn
         self.members = members
         self.rewards: Any = None
         self._gave_nan: set[str] = set()
@@ -311,8 +320,7 @@ class Generation:
                 return agreed(trl_generate(*positional, **keywords))
 
         def single_turn(prompt_ids: Any, *positional: Any, **keywords: Any) -> Any:
-            with self.generating():
-                return agreed(trl_single_turn(agreed(prompt_ids), *positional, **keywords))
+            return agreed(self.run_turn(trl_single_turn, agreed(prompt_ids), *positional, **keywords))
 
         def enter_reference(*_: Any, **__: Any) -> Any:
             return trainer.reference_pass()
@@ -512,7 +520,7 @@ def as_one_micro_batch(trainer: SampledInternals, micro_batches: int) -> Iterato
         yield
 
 
-def without_passes(trainer: SampledInternals, generating: Callable[[], AbstractContextManager[None]]) -> Generation:
+def without_passes(trainer: SampledInternals, run_turn: Callable[..., Any]) -> Generation:
     """Return TRL's generation without its log-prob passes, which run later."""
 
     def no_pass(*_: Any, **__: Any) -> tuple[None, None, None]:
@@ -523,7 +531,7 @@ def without_passes(trainer: SampledInternals, generating: Callable[[], AbstractC
 
     # TRL's correction reads the log-probs of the pass, so ours follows the passes
     members = {PASS: no_pass, "vllm_importance_sampling_correction": False}
-    return Generation(trainer, trl.GRPOTrainer, no_adapter, generating, **members)
+    return Generation(trainer, trl.GRPOTrainer, no_adapter, run_turn, **members)
 
 
 def shuffled_then(

@@ -7,14 +7,20 @@ from typing import Any
 from .plan import Decision, Facts
 
 GENERATE = "`generate`"
+CONTINUOUS_BATCHING = "transformers' continuous batching"
 
 
 @dataclass(frozen=True, kw_only=True)
 class GenerateFacts:
     """What samples the completions."""
 
-    sampler: str  # `GENERATE`, or another, for the user
-    all_rows_reason: str | None = None  # why `generate` runs all rows, apart from randomness
+    sampler: str  # `GENERATE`, `CONTINUOUS_BATCHING`, or another, for the user
+    all_rows_reason: str | None = None  # why transformers runs each copy of a prompt, apart from randomness
+
+    @property
+    def requests_prompts_once(self) -> bool:
+        """Whether continuous batching gets each distinct prompt once. Its log-probs are then kept."""
+        return self.sampler == CONTINUOUS_BATCHING and self.all_rows_reason is None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,9 +79,19 @@ def model_row_reason(facts: SampledFacts) -> str | None:
     return None
 
 
-def plan_generation(facts: SampledFacts) -> Decision:
-    """Return the decision on the rows of `generate`."""
+def plan_generation(facts: SampledFacts, *, corrects_for_sampler: bool = False) -> Decision:
+    """Return the decision on what transformers runs to sample.
+
+    Args:
+        corrects_for_sampler (`bool`): whether the sampler's log-probs enter the loss.
+    """
     generation = facts.generation
+    if generation.requests_prompts_once:
+        once = "Transformers' continuous batching gets each distinct prompt once, and its log-probs are kept."
+        if corrects_for_sampler:
+            ratio = "the ratio of the old policy to the sampler"
+            once += f" The loss is multiplied by {ratio} (`vllm_importance_sampling_correction`)."
+        return Decision("generation", "run", once)
     if generation.sampler != GENERATE:
         return Decision("generation", "run", f"Completions come from {generation.sampler}.", routine=True)
     reason = generation.all_rows_reason or facts.randomness
@@ -149,3 +165,18 @@ def micro_batches_of_a_step(args: Any) -> int:
     `args` is TRL's config, or `SampledFacts`.
     """
     return math.gcd(args.steps_per_generation, args.gradient_accumulation_steps)
+
+
+def sampling_values(args: Any) -> dict[str, float]:
+    """Return the values of `top_p`, `top_k` and `min_p` that the sampler gets."""
+    untruncated = {"top_p": 1.0, "top_k": 0, "min_p": 0.0}
+    # `generation_kwargs` override the arguments
+    overrides = args.generation_kwargs or {}
+    return {name: overrides.get(name, getattr(args, name)) or value for name, value in untruncated.items()}
+
+
+def truncated_sampling(args: Any) -> tuple[str, ...]:
+    """Return the arguments, as "name=value", that truncate the distribution of sampled tokens."""
+    values = sampling_values(args)
+    truncates = {"top_p": values["top_p"] < 1.0, "top_k": values["top_k"] > 0, "min_p": values["min_p"] > 0.0}
+    return tuple(f"{name}={values[name]}" for name, is_on in truncates.items() if is_on)

@@ -16,7 +16,7 @@ from ..distributed.ranks import Ranks
 from ..packing.first_batch import is_coarse, undisturbed
 from ..packing.hooks import functions_of_users
 from ..packing.support import has_experts, positions_by_length
-from ..planning.sampled import GENERATE, GenerateFacts
+from ..planning.sampled import CONTINUOUS_BATCHING, GENERATE, GenerateFacts
 from ..reference.weights import base_of
 from ..sampler.sampling_mask import SamplingMaskRecorder
 
@@ -45,6 +45,7 @@ class FewerRows:
         self.trainer = trainer
         self.ranks = ranks
         self.recorder: SamplingMaskRecorder | None = None  # of the tokens that this generation can choose
+        self.log_probs: list[list[float]] | None = None  # of the last completions, from continuous batching
         self._unchecked = {"shared", "dropped"}  # what no check has compared yet
         self._unproven_reason: str | None = None  # found while generating
         self._counts = [0, 0, 0]  # tokens in `generate`, those of all rows, and those in checks; of this rank
@@ -59,13 +60,12 @@ class FewerRows:
         if trainer._replaces("generation"):
             return GenerateFacts(sampler="an overridden method")
         reason = trainer._features.why_off("fewer rows in generation")
-        if reason is None and trainer.use_transformers_continuous_batching:
-            return GenerateFacts(sampler="transformers' continuous batching")
+        is_continuous = reason is None and trainer.use_transformers_continuous_batching
         if not trainer._added_fields.of(trainer.args).generate_fewer_rows:
             reason = "`generate_fewer_rows=False`"
-        elif reason is None:
+        elif reason is None and not is_continuous:
             reason = self._unproven_reason or self._model_reason()
-        return GenerateFacts(sampler=GENERATE, all_rows_reason=reason)
+        return GenerateFacts(sampler=CONTINUOUS_BATCHING if is_continuous else GENERATE, all_rows_reason=reason)
 
     def _model_reason(self) -> str | None:
         """Return why samples may depend on which rows share a forward, apart from draws; `None` if they do not."""
@@ -89,13 +89,52 @@ class FewerRows:
             return str(randomness.reason)
         return self.facts().all_rows_reason
 
+    def run_turn(self, single_turn: Callable[..., Any], *positional: Any, **keywords: Any) -> Any:
+        """Run TRL's `single_turn`, in which the model runs fewer rows. GRPO's returns completions and log-probs."""
+        facts = self.facts()
+        if facts.requests_prompts_once:
+            with self._batching() as log_probs:
+                output = single_turn(*positional, **keywords)
+            self.log_probs = log_probs
+            return (output[0], log_probs) if isinstance(output, tuple) else output
+        if facts.sampler != GENERATE:
+            return single_turn(*positional, **keywords)
+        with self._generating():
+            return single_turn(*positional, **keywords)
+
+    def take_log_probs(self, batch: dict[str, Any]) -> Tensor | None:
+        """Return the log-probs `(B, C)` that continuous batching gave the completions of `batch`, once."""
+        log_probs, self.log_probs = self.log_probs, None
+        completion_ids = batch.get("completion_ids")
+        if log_probs is None or completion_ids is None or len(completion_ids) != len(log_probs):
+            return None
+        log_probs_BC = torch.full(completion_ids.shape, torch.nan)
+        for row, values in enumerate(log_probs):
+            log_probs_BC[row, : len(values)] = torch.tensor(values)
+        return log_probs_BC.to(completion_ids.device)
+
     @contextmanager
-    def generating(self) -> Iterator[None]:
+    def _batching(self) -> Iterator[list[list[float]]]:
+        """Give continuous batching each prompt once in the `with` block. Yields a list for the log-probs of a call."""
+        from ..compat.continuous import complete  # internals that may have moved
+
+        model = self.trainer.model
+        run = model.generate_batch
+        log_probs: list[list[float]] = []
+
+        def generate_batch(
+            prompt_ids: Any, generation_config: Any, continuous_batching_config: Any, **options: Any
+        ) -> Any:
+            outputs, log_probs[:] = complete(run, prompt_ids, generation_config, continuous_batching_config, **options)
+            return outputs
+
+        with replaced(model, generate_batch=generate_batch):
+            yield log_probs
+
+    @contextmanager
+    def _generating(self) -> Iterator[None]:
         """Let the model run fewer rows in the `with` block, in which TRL may call `generate`."""
         trainer = self.trainer
-        if self.facts().sampler != GENERATE:
-            yield
-            return
         run = trainer.model.generate
         reason = self._all_rows_reason()
 

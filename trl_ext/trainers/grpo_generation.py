@@ -17,6 +17,7 @@ from ..planning.batch_keys import SAMPLING_MASK_KEYS, TOKEN_KEYS, has_old_policy
 from ..planning.dynamic_sampling import FurtherPrompts, dead_groups, with_live_groups
 from ..planning.micro_batches import StepRows
 from ..planning.rows import loss_mask, padded_tokens
+from ..planning.sampled import sampling_values
 from ..sampler.sampling_mask import SamplingMaskRecorder, log_probs_to_ask, warn_of_missing
 from .generate_rows import FewerRows
 from .generation_checkpoints import GenerationCheckpoints
@@ -43,7 +44,7 @@ class GRPOGeneration:
         self.buffer = buffer
         self.balance = balance
         self.fewer_rows = FewerRows(trainer, ranks)
-        self._trl = internals.without_passes(trainer, self.fewer_rows.generating)
+        self._trl = internals.without_passes(trainer, self.fewer_rows.run_turn)
         self._checkpoints = GenerationCheckpoints(trainer, ranks, buffer)
         self._further: FurtherPrompts | None = None
         self._fills_buffer = False
@@ -286,18 +287,3 @@ class GRPOGeneration:
         self.buffer.continue_at(saved_generation.micro_batch, slices)
         self.buffer.sampled_at_step = saved_generation.sampled_at_step
         self._further = self._further_after(saved_generation.further_prompts)
-
-
-def sampling_values(args: Any) -> dict[str, float]:
-    """Return the values of `top_p`, `top_k` and `min_p` that the sampler gets."""
-    untruncated = {"top_p": 1.0, "top_k": 0, "min_p": 0.0}
-    # `generation_kwargs` override the arguments
-    overrides = args.generation_kwargs or {}
-    return {name: overrides.get(name, getattr(args, name)) or value for name, value in untruncated.items()}
-
-
-def truncated_sampling(args: Any) -> tuple[str, ...]:
-    """Return the arguments, as "name=value", that truncate the distribution of sampled tokens."""
-    values = sampling_values(args)
-    truncates = {"top_p": values["top_p"] < 1.0, "top_k": values["top_k"] > 0, "min_p": values["min_p"] > 0.0}
-    return tuple(f"{name}={values[name]}" for name, is_on in truncates.items() if is_on)

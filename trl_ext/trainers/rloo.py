@@ -65,7 +65,7 @@ class RLOOTrainer(ExactTrainer, trl.RLOOTrainer):
             self,
             trl.RLOOTrainer,
             lambda *_, **__: self._reference_weights.entered(),
-            self._fewer_rows.generating,
+            self._fewer_rows.run_turn,
         )
         self._generation_checkpoints = GenerationCheckpoints(self, self._ranks, self._buffer)
         self._checkpoints.parts.append(self._generation_checkpoints.save)
@@ -138,6 +138,11 @@ class RLOOTrainer(ExactTrainer, trl.RLOOTrainer):
         members: dict[str, Any] = {PASS: _no_pass} if plan.reuses_old_policy else {}
         batch = self._generation.draw(inputs, **members)
         self._fewer_rows.record()
+        log_probs = self._fewer_rows.take_log_probs(batch)
+        if log_probs is not None:
+            batch["sampling_per_token_logps"] = log_probs
+        if self.model.training:
+            self._buffer.sampled_at_step = self.state.global_step
         rewards_BF = self._generation.rewards
         if plan.reuses_old_policy:
             del batch["old_logps"]  # the loss gets them from the policy's pass
@@ -196,7 +201,7 @@ class RLOOTrainer(ExactTrainer, trl.RLOOTrainer):
         batch.update(loss_inputs.entries_for_reuse)
         if loss_inputs.is_old_policy:
             self._sampled_metrics.count_skipped_pass(batch)
-        self._sampled_metrics.record_rloo(loss_inputs)
+        self._sampled_metrics.record_rloo(batch, loss_inputs)
         self._non_finite.watch(loss, partial(loss_inputs.not_finite, batch), partial(prompt_of, batch))
         return loss
 
