@@ -33,7 +33,11 @@ CLASSES = [
 REFUSED_CLASSES = {
     "MiniMaxForCausalLM": "MiniMaxCache",
     "RecurrentGemmaForCausalLM": "outside the cache",
+    "MptForCausalLM": "`use_cache=False`",
     "OpenAIGPTLMHeadModel": "its forward uses no cache",
+    "RwkvForCausalLM": "its cache is a `NoneType`",
+    "XLMWithLMHeadModel": "`langs`",
+    "XLNetLMHeadModel": "its cache is a `NoneType`",
 }
 OWN_DRAWS = ("BigBirdForCausalLM",)  # attends to blocks that it draws
 OWN_TOKENS = ("CpmAntForCausalLM",)  # runs the whole row in each step, after tokens of its own

@@ -173,7 +173,7 @@ class FewerRows:
             with rows.running():
                 ids = run(**arguments)
             reason = self._agreed(None)
-            if reason is None and rows.saved & self._unchecked:
+            if reason is None and self._is_on_any_rank(rows.saved & self._unchecked):
                 reason, checked_tokens = self._difference(run, arguments, ids, rows)
                 reason = self._agreed(reason)
         except UnprovenError as error:
@@ -199,6 +199,12 @@ class FewerRows:
         if not self.ranks.is_sharded:
             return reason
         return next(filter(None, self.ranks.gather_objects(reason)), None)
+
+    def _is_on_any_rank(self, unchecked: set[str]) -> bool:
+        """Return whether this rank must check, or if ranks run each forward together, whether any must."""
+        if not self.ranks.is_sharded:
+            return bool(unchecked)
+        return any(self.ranks.gather_objects(bool(unchecked)))
 
     def _generate_all_rows(self, run: Callable[..., Any], *positional: Any, **keywords: Any) -> Any:
         model = base_of(self.trainer.model)
