@@ -296,8 +296,8 @@ class AddedGRPOFields(AddedGroupFields, AddedStepFields):
     optimizer step, once."""
 
     trust_sampling_log_probs: bool = False
-    """Use the log-probs of the sampler (vLLM or a `rollout_func`) as the old policy's. The difference between the two
-    then biases the ratio."""
+    """Use the log-probs of the sampler (vLLM, continuous batching or a `rollout_func`) as the old policy's. The
+    difference between the two then biases the ratio."""
 
     keep_sampling_mask: bool = False
     """With `top_k`, `top_p` or `min_p`, normalise log-probs and entropy over the tokens that the sampler could choose
@@ -310,7 +310,7 @@ class AddedGRPOFields(AddedGroupFields, AddedStepFields):
     """With `dynamic_sampling`, the most generation batches to draw until one is full, including the first."""
 
     sampler_check: str = field(default="warn", metadata={"choices": ["warn", "stop", "off"]})
-    """What to do if vLLM's log-probs suddenly differ from the policy's by more than rounding. `"warn"`: log one
+    """What to do if the sampler's log-probs suddenly differ from the policy's by more than rounding. `"warn"`: log one
     warning. `"stop"`: raise an error on all ranks. `"off"`: no check."""
 
     vllm_engine_args: dict | str | None = None  # type: ignore[type-arg]  # the parser's own form

@@ -74,9 +74,10 @@ CONDITIONS: dict[str, Callable[[Case, Situation], bool]] = {
     "training, rows not scored": lambda case, situation: (
         case.trainer in _GROUPED and not situation.evaluation and situation.rows_not_scored
     ),
-    "vLLM correction": lambda case, situation: _corrects(case),
-    "vLLM correction, training": lambda case, situation: _corrects(case) and not situation.evaluation,
-    "vLLM correction, evaluation with masked completions or without vLLM's log-probs": (
+    "ratio to the sampler; RLOO with continuous batching": lambda case, situation: _corrects(case),
+    "ratio to the sampler": lambda case, situation: _corrects(case),
+    "ratio to the sampler, training": lambda case, situation: _corrects(case) and not situation.evaluation,
+    "ratio to the sampler, evaluation with masked completions or missing log-probs": (
         lambda case, situation: (
             _corrects(case)
             and situation.evaluation

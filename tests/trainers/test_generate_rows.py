@@ -11,6 +11,7 @@ from peft import PromptTuningConfig
 from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 import trl_ext
+from image_models import CONFIGS, fresh, image_data, processor
 from short_training import Bench
 from tiny import Workshop, lora_config, prompts, word_tokenizer
 from token_counts import counted, total
@@ -301,3 +302,27 @@ def test_modules_are_searched_once(workshop: Workshop, tmp_path: Path, monkeypat
     Run("grpo", workshop, tmp_path)
     assert looked[0]
     assert not looked[-1]
+
+
+@pytest.mark.parametrize("name", sorted(CONFIGS.keys() - {"llava"}))  # the processor is Qwen's
+def test_a_model_of_images_runs_fewer_rows_on_text(name: str, workshop: Workshop, tmp_path: Path) -> None:
+    text = [{"prompt": [{"role": "user", "content": f"w{row} w{row + 1}"}]} for row in range(8)]
+
+    def run(folder: str, **arguments: Any) -> Run:
+        arguments = {"train_dataset": Dataset.from_list(text), "max_steps": 2, **arguments}
+        return Run(
+            "grpo", workshop, tmp_path / folder, model=fresh(CONFIGS[name]()), processing_class=processor(), **arguments
+        )
+
+    ours, all_rows = run("a"), run("b", generate_fewer_rows=False)
+    assert "each distinct prompt once" in ours.trainer.explain()["generation"].reason
+    assert_bitwise_equal(ours, all_rows)
+    assert total(ours.generation) < total(all_rows.generation)
+    with_images = trl_ext.GRPOTrainer(
+        fresh(CONFIGS[name]()),
+        reward_funcs=lambda completions, **_: [0.0] * len(completions),
+        args=trl_ext.GRPOConfig(str(tmp_path / "c"), use_cpu=True, bf16=False, report_to="none"),
+        train_dataset=image_data("grpo", 8),
+        processing_class=processor(),
+    )
+    assert "prompts may have images" in with_images.explain()["generation"].reason

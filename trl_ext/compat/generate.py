@@ -19,7 +19,7 @@ from transformers.cache_utils import Cache
 from .replaced import replaced
 
 _CACHE_NAMES = ("cache", "past_key_values", "cache_params")
-_TENSORS_OF_ROWS = ("input_ids", "attention_mask", "position_ids")
+_TENSORS_OF_ROWS = ("input_ids", "attention_mask", "position_ids", "token_type_ids", "mm_token_type_ids")
 # The same for all rows
 _SHARED = ("cache_position", "use_cache", "logits_to_keep", "return_dict")
 

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger("trl_ext")
 
 _ARGUMENTS = {"input_ids", "attention_mask", "generation_config"}
+# Of processors of text and images; 0 for text
+_TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids")
 _COMPARED = 4  # rows in a check, of different prompts
 # Tolerances relative to the norm of a row's logits, in fp32 and in lower precision
 _TOLERANCE = 1e-3
@@ -72,7 +74,7 @@ class FewerRows:
         model = self.trainer.model
         if any(config.is_prompt_learning for config in getattr(model, "peft_config", {}).values()):
             return "the adapter adds virtual tokens to each row"
-        if isinstance(self.trainer.processing_class, ProcessorMixin):
+        if isinstance(self.trainer.processing_class, ProcessorMixin) and self._may_have_images():
             return "prompts may have images"
         if positions_by_length(model):
             return "the model's rotary embeddings depend on the longest row of a forward pass"
@@ -81,6 +83,12 @@ class FewerRows:
                 name = getattr(function, "__name__", function)
                 return f"`generate` runs your function `{name}`, which may read the rows of a batch"
         return None
+
+    def _may_have_images(self) -> bool:
+        trainer = self.trainer
+        columns = getattr(trainer.train_dataset, "column_names", None)
+        returns_images = getattr(trainer, "tools", None) or getattr(trainer, "environment_factories", None)
+        return columns is None or bool({"image", "images"} & {*columns}) or bool(returns_images)
 
     def _all_rows_reason(self) -> str | None:
         """Return why this call of `generate` runs all rows; `None` if it does not."""
@@ -139,7 +147,9 @@ class FewerRows:
         reason = self._all_rows_reason()
 
         def generate(*positional: Any, **keywords: Any) -> Any:
-            if reason is not None or positional or keywords.keys() - _ARGUMENTS:
+            has_types_of_text = all(not keywords[name].any() for name in _TOKEN_TYPES if name in keywords)
+            is_of_text = has_types_of_text and keywords.keys() <= {*_ARGUMENTS, *_TOKEN_TYPES}
+            if reason is not None or positional or not is_of_text:
                 return self._generate_all_rows(run, *positional, **keywords)
             return self._generate(run, keywords)
 
@@ -244,7 +254,8 @@ class FewerRows:
         model = self.trainer.model
         unrecorded = nullcontext() if self.recorder is None else self.recorder.paused()
         with undisturbed(model, ids.device), unrecorded:
-            outputs = run(input_ids=ids_RS, attention_mask=mask_RS, generation_config=config)
+            token_types = {name: torch.zeros_like(ids_RS) for name in _TOKEN_TYPES if name in arguments}
+            outputs = run(input_ids=ids_RS, attention_mask=mask_RS, generation_config=config, **token_types)
         expected_RV = outputs.logits[0].float()
         coarse = is_coarse(model, logits_RV)
         # Some models exclude classes with a logit of -inf
