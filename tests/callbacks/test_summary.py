@@ -20,6 +20,7 @@ import trl_ext
 from drop_in_cases import Case
 from ranks import Rank, run_on_ranks
 from run_losses import ALL_CASES, Record, Trainers, build
+from short_training import PROMPTS, Bench
 from tiny import Workshop
 from token_counts import Feed
 from trl_ext.callbacks.summary import PhaseTimes, tokens_line
@@ -249,7 +250,7 @@ def test_times_are_of_the_outer_phase_and_absent_if_there_is_none():
         time.sleep(0.12)
     with times.measured("generation"):
         time.sleep(0.06)
-    with times.measured("reward functions"):
+    with times.measured("rewards"):
         pass
     time.sleep(0.06)
     assert re.fullmatch(
@@ -266,7 +267,7 @@ def test_phases_are_where_they_are(workshop: Workshop, tmp_path: Path, monkeypat
     calls = []
     monkeypatch.setattr(PhaseTimes, "line", lambda self: calls.append(dict(self.seconds)) or "")
     trainer.train()
-    assert calls[0].keys() == {"evaluation", "generation", "reward functions", "checkpoints"}
+    assert calls[0].keys() == {"evaluation", "generation", "rewards", "passes", "checkpoints"}
     assert all(seconds > 0 for seconds in calls[0].values())
 
 
@@ -297,3 +298,39 @@ def test_the_last_line_says_where_the_model_is(
             "sft-nll-lora": f"The adapter is in {where}, without its base model ({base}).",
         }[name]
     )
+
+
+@pytest.mark.parametrize(("kind", "options"), [("grpo", {"beta": 0.1}), ("grpo", {}), ("rloo", {"beta": 0.1})])
+def test_logs_have_the_seconds_of_each_phase(
+    kind: str, options: dict[str, Any], workshop: Workshop, tmp_path: Path
+) -> None:
+    def slow_reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
+        time.sleep(0.2)
+        return [float(ids[0] % 7) for ids in completion_ids]
+
+    bench = Bench(workshop, tmp_path)
+    evaluation = {"eval_strategy": "steps", "eval_steps": 2, "eval_dataset": PROMPTS.select(range(4))}
+    begun = time.monotonic()
+    schedule = {"max_steps": 4, "logging_steps": 2, "num_iterations": 1, **evaluation}
+    getattr(bench, kind)(reward_funcs=slow_reward, **schedule, **options)
+    elapsed = time.monotonic() - begun
+    logs = [log for log in bench.trainer.state.log_history if "loss" in log]
+    phases = ["generation", "rewards", "training", *(["passes"] if options else [])]
+    assert [{name for name in log if name.startswith("seconds/")} for log in logs] == [
+        {f"seconds/{phase}" for phase in phases}
+    ] * 2
+    assert all(log["seconds/rewards"] >= 0.2 for log in logs)
+    assert all(log[f"seconds/{phase}"] > 0 for log in logs for phase in phases)
+    # Of four steps together, without the evaluations, whose rewards take as long
+    assert sum(2 * log[f"seconds/{phase}"] for log in logs for phase in phases) < elapsed - 2 * 0.2
+    assert not any("seconds/" in name for log in bench.trainer.state.log_history if "loss" not in log for name in log)
+
+
+def test_a_phase_that_did_not_run_is_absent_from_the_log(workshop: Workshop, tmp_path: Path) -> None:
+    bench = Bench(workshop, tmp_path)
+    bench.grpo(max_steps=2, num_iterations=2, logging_steps=1, learning_rate=0.0)
+    first, second = [log for log in bench.trainer.state.log_history if "loss" in log]
+    assert {"seconds/generation", "seconds/rewards", "seconds/training"} <= first.keys()
+    assert [name for name in second if name.startswith("seconds/")] == ["seconds/training"]
+    bench.dpo()
+    assert not any(name.startswith("seconds/") for log in bench.trainer.state.log_history for name in log)

@@ -70,6 +70,7 @@ def _loss_types(case: Case) -> list[str]:
 CONDITIONS: dict[str, Callable[[Case, Situation], bool]] = {
     "always": lambda case, situation: True,
     "GRPO, RLOO": lambda case, situation: case.trainer in _GROUPED,
+    "GRPO, RLOO, training": lambda case, situation: case.trainer in _GROUPED and not situation.evaluation,
     "GRPO, RLOO with `generate`": lambda case, situation: case.trainer in _GROUPED and case.rollout == "generate",
     "training, rows not scored": lambda case, situation: (
         case.trainer in _GROUPED and not situation.evaluation and situation.rows_not_scored

@@ -38,7 +38,7 @@ class Run:
             getattr(bench, kind)(**arguments)
         self.trainer = bench.trainer
         self.random_state = torch.get_rng_state()
-        names = ("runtime", "per_second", "step_time", "generation", "checks")
+        names = ("runtime", "per_second", "step_time", "generation", "checks", "seconds/")
         self.logs = [
             {name: x for name, x in log.items() if not any(y in name for y in names)}
             for log in self.trainer.state.log_history

@@ -306,7 +306,7 @@ class Generation:
         agreed = trainer._ranks.agreed  # ranks that split one model must get the same completions
 
         def calculate_rewards(*positional: Any, **keywords: Any) -> torch.Tensor:
-            timed = trainer._phase_times.measured("reward functions")
+            timed = trainer._phase_times.measured("rewards")
             with timed, replaced(trainer, **{PASS: run_pass}), self._checked_rewards():
                 self.rewards = trl_calculate_rewards(*positional, **keywords)
             return self.rewards

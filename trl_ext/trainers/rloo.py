@@ -175,7 +175,9 @@ class RLOOTrainer(ExactTrainer, trl.RLOOTrainer):
         if PASS not in self._overridden_below:  # else it may read the model's attributes, or its logits
             model = partial(model, head_outputs=("log_probs", "entropy")[: 1 + compute_entropy])
         run_pass = super()._get_per_token_logps_and_entropies
-        return run_pass(model, input_ids, attention_mask, logits_to_keep, batch_size, compute_entropy, **options)
+        timed = nullcontext() if torch.is_grad_enabled() else self._phase_times.measured("passes")
+        with timed:
+            return run_pass(model, input_ids, attention_mask, logits_to_keep, batch_size, compute_entropy, **options)
 
     # Training
 
