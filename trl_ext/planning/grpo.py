@@ -151,7 +151,8 @@ def check_options(facts: Any) -> None:
     if facts.trust_sampling_log_probs and not facts.sampler_gives_log_probs:
         raise ValueError(
             "`trust_sampling_log_probs=True` uses the sampler's log-probs as the old policy's, but `generate` "
-            "returns none. Sample with vLLM, continuous batching or a `rollout_func`, or leave the option off."
+            "returns none. Sample with vLLM (`use_vllm=True`), continuous batching ("
+            "`use_transformers_continuous_batching=True`) or a `rollout_func`, or leave `trust_sampling_log_probs` off."
         )
     if facts.trust_sampling_log_probs and facts.bypasses_loss:
         raise ValueError(
