@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import DynamicCache, StoppingCriteriaList
-from transformers.cache_utils import Cache
+from transformers.cache_utils import Cache, DynamicLayer
 
+from .generate_turns import EarlierTurn
 from .replaced import replaced
 
 _CACHE_NAMES = ("cache", "past_key_values", "cache_params")
@@ -34,16 +35,23 @@ class GenerateRows:
     Args:
         model (`nn.Module`): whose `generate` is called; without its PEFT wrapper.
         looks_for_state (`bool`): whether to look for tensors that modules keep outside the cache.
+        earlier_turn (`EarlierTurn`, *optional*): gives the rows that prompts continue, and gets those of this call.
     """
 
-    def __init__(self, model: Any, *, looks_for_state: bool) -> None:
+    def __init__(self, model: Any, *, looks_for_state: bool, earlier_turn: EarlierTurn | None = None) -> None:
         self.model = model
         self.looks_for_state = looks_for_state
+        self.earlier_turn = earlier_turn
         self.tokens = 0  # that the model has run
         self.trl_tokens = 0  # that it would have run
-        self.saved: set[str] = set()  # "shared": a prompt ran for several rows; "dropped": a finished row left
+        # "shared": a prompt ran for several rows; "dropped": a finished row left; "continued": a row of the last step
+        # began from the cache of an earlier turn
+        self.saved: set[str] = set()
         self._last_step: tuple[Tensor, Tensor] | None = None  # rows of the batch, and their logits `(R, 1, V)`
         self._distinct_B: Tensor | None = None  # which distinct prompt each row has
+        self._padding_B: Tensor | None = None  # columns on the left of each row
+        self._continued_B: Tensor | None = None  # whether a row began from the cache of an earlier turn
+        self._cache: Any = None  # if its rows are to be stored
         self._criteria: _RecordingCriteria | None = None
         self._rows_R: Tensor | None = None  # rows of the batch that the cache holds; None: all
         self._is_prefill = False
@@ -81,6 +89,9 @@ class GenerateRows:
 
         with replaced(model, _prefill=prefill, forward=forward, _get_stopping_criteria=recording_criteria):
             yield
+        if self._cache is not None:
+            self._store(torch.arange(self._cache.layers[0].keys.size(0)))
+            self._cache = None
 
     def _prefill(
         self,
@@ -97,14 +108,17 @@ class GenerateRows:
         self._distinct_B = distinct_B
         row_inputs = _inputs_of_rows(model_kwargs, first_R, len(input_ids))
         _check_cache(_cache_of(model_kwargs), is_new=True)
+        columns = self._continue_rows(_cache_of(model_kwargs), input_ids, model_kwargs.get("attention_mask"), first_R)
         self.trl_tokens += input_ids.numel()
-        self.tokens += len(first_R) * input_ids.size(1)
+        self.tokens += len(first_R) * (input_ids.size(1) - columns)
         tensors_before = _tensors_outside_cache(self.model) if self.looks_for_state else {}
         outputs = run_prefill(input_ids[first_R], generation_config, row_inputs, *positional, **options)
         if self.looks_for_state:
             _check_state(tensors_before, _tensors_outside_cache(self.model))
         cache = _cache_of(model_kwargs) or _cache_of(outputs)
         _check_cache(cache)
+        if self.earlier_turn is not None and _holds_each_token(cache, input_ids.size(1)):
+            self._cache = cache
         logits_R1V = outputs.logits[:, -1:]
         if len(first_R) < len(input_ids):
             # Beam search's method: each kind of layer has it, and it takes an index of any length
@@ -114,6 +128,34 @@ class GenerateRows:
         outputs.logits = logits_R1V
         self._last_step = torch.arange(len(input_ids), device=input_ids.device), logits_R1V
         return outputs
+
+    def _continue_rows(self, cache: Any, input_ids: Tensor, mask: Tensor | None, first_R: Tensor) -> int:
+        """Fill the new cache with what an earlier turn has run of the prompts. Return the number of columns.
+
+        `generate` runs the columns that its cache lacks.
+        """
+        self._padding_B = torch.zeros_like(input_ids[:, 0]) if mask is None else input_ids.size(1) - mask.sum(1)
+        columns = 0
+        if self.earlier_turn is not None and cache is not None:
+            columns = self.earlier_turn.move_into(cache, input_ids[first_R], self._padding_B[first_R])
+        self._continued_B = self._padding_B < columns
+        if columns:
+            self.saved.add("continued")
+        return columns
+
+    def _store(self, places: Tensor) -> None:
+        """Store rows of the cache for the next turn. The token that each row has drawn last is not in the cache."""
+        assert self.earlier_turn is not None
+        assert self._padding_B is not None
+        ids_BS = None if self._criteria is None else self._criteria.ids_BS
+        if ids_BS is None:
+            return
+        rows_R = torch.arange(len(ids_BS)) if self._rows_R is None else self._rows_R
+        for place in places.tolist():
+            row = int(rows_R[place])
+            # A rank whose rows are all finished goes on running them, if it shares a sharded model
+            columns = slice(int(self._padding_B[row]), ids_BS.size(1) - 1)
+            self.earlier_turn.store(ids_BS[row, columns].tolist(), self._cache, place, columns)
 
     def _decode(self, run_forward: Callable[..., Any], *positional: Any, **inputs: Any) -> Any:
         """Run unfinished rows, and return logits `(B, 1, V)`."""
@@ -151,31 +193,43 @@ class GenerateRows:
             # Another rank has unfinished rows, and needs this one in each forward of a sharded model
             return True
         if len(live) < len(is_live):
+            if self._cache is not None:
+                self._store((~is_live).nonzero().squeeze(1))
             cache.reorder_cache(live)
             self.saved.add("dropped")
             self._rows_R = live if self._rows_R is None else self._rows_R[live]
+            assert self._continued_B is not None
+            if not self._continued_B[self._rows_R].any():
+                self.saved.discard("continued")  # a check compares rows of the last step
         return False
 
     def last_step(self, most: int) -> tuple[Tensor, Tensor]:
-        """Return rows that ran in the last step, one of each of at most `most` prompts, and their logits `(R, V)`."""
+        """Return rows that ran in the last step, one of each of at most `most` prompts, and their logits `(R, V)`.
+
+        Those that continue an earlier turn come first.
+        """
         assert self._last_step is not None
         assert self._distinct_B is not None
+        assert self._continued_B is not None
         rows_R, logits_R1V = self._last_step
-        places = {prompt: place for place, prompt in enumerate(self._distinct_B[rows_R].tolist())}
+        order = self._continued_B[rows_R].int().argsort(descending=True, stable=True)
+        places = dict(zip(self._distinct_B[rows_R[order]].tolist(), order.tolist(), strict=True))
         chosen = torch.tensor(list(places.values())[:most], device=rows_R.device)
         return rows_R[chosen], logits_R1V[chosen.to(logits_R1V.device), -1]
 
 
 class _RecordingCriteria(StoppingCriteriaList):
-    """Stopping criteria that also record which rows have finished."""
+    """Stopping criteria that also record which rows have finished, and the tokens."""
 
     finished_B: Tensor | None = None
+    ids_BS: Tensor | None = None
 
     @property
     def pads_finished_rows(self) -> bool:
         return any(hasattr(criterion, "eos_token_id") for criterion in self)
 
     def __call__(self, input_ids: Any, scores: Any, **options: Any) -> Any:
+        self.ids_BS = input_ids
         finished_B = super().__call__(input_ids, scores, **options)
         self.finished_B = finished_B.clone() if self.finished_B is None else self.finished_B | finished_B
         return finished_B
@@ -209,6 +263,11 @@ def _check_cache(cache: Any, *, is_new: bool = False) -> None:
         raise UnprovenError("its cache is not empty")
     if not is_new and not _has_past(cache):
         raise UnprovenError("its forward uses no cache")
+
+
+def _holds_each_token(cache: Any, tokens: int) -> bool:
+    """Return whether each layer holds keys and values of all tokens, and no other state of a row."""
+    return all(type(layer) is DynamicLayer and layer.get_seq_length() == tokens for layer in cache.layers)
 
 
 def _has_past(cache: Any) -> bool:

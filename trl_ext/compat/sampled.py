@@ -270,6 +270,7 @@ class Generation:
         trainer_class (`type`): TRL's class.
         use_adapter (`Callable`): in place of TRL's context manager, which activates the reference's adapter.
         run_turn (`Callable`): calls its first argument, TRL's `_generate_single_turn`, with the others.
+        continuing_turns (`Callable`): returns the context of all these calls for a generation batch.
         members (`Any`): members of the trainer to replace. TRL's `_generate` and `_calculate_rewards`, and what a
             subclass puts in their place, still find the trainer's own log-prob pass.
     """
@@ -280,12 +281,14 @@ class Generation:
         trainer_class: Any,
         use_adapter: Callable[..., Any],
         run_turn: Callable[..., Any],
+        continuing_turns: Callable[[], AbstractContextManager[None]] = nullcontext,
         **members: Any,
     ) -> None:
         self.trainer = trainer
         self.trainer_class = trainer_class
         self.use_adapter = use_adapter
         self.run_turn = run_turn
+        self.continuing_turns = continuing_turns
         self.members = members
         self.rewards: Any = None
         self._gave_nan: set[str] = set()
@@ -316,7 +319,8 @@ class Generation:
             rollout_func = getattr(trainer, "rollout_func", None)  # RLOO has none
             if rollout_func is not None:
                 members_in_turn["rollout_func"] = checked_rollout(rollout_func)
-            with trainer._phase_times.measured("generation"), replaced(trainer, **members_in_turn):
+            timed = trainer._phase_times.measured("generation")
+            with timed, self.continuing_turns(), replaced(trainer, **members_in_turn):
                 return agreed(trl_generate(*positional, **keywords))
 
         def single_turn(prompt_ids: Any, *positional: Any, **keywords: Any) -> Any:
@@ -520,7 +524,11 @@ def as_one_micro_batch(trainer: SampledInternals, micro_batches: int) -> Iterato
         yield
 
 
-def without_passes(trainer: SampledInternals, run_turn: Callable[..., Any]) -> Generation:
+def without_passes(
+    trainer: SampledInternals,
+    run_turn: Callable[..., Any],
+    continuing_turns: Callable[[], AbstractContextManager[None]],
+) -> Generation:
     """Return TRL's generation without its log-prob passes, which run later."""
 
     def no_pass(*_: Any, **__: Any) -> tuple[None, None, None]:
@@ -531,7 +539,7 @@ def without_passes(trainer: SampledInternals, run_turn: Callable[..., Any]) -> G
 
     # TRL's correction reads the log-probs of the pass, so ours follows the passes
     members = {PASS: no_pass, "vllm_importance_sampling_correction": False}
-    return Generation(trainer, trl.GRPOTrainer, no_adapter, run_turn, **members)
+    return Generation(trainer, trl.GRPOTrainer, no_adapter, run_turn, continuing_turns, **members)
 
 
 def shuffled_then(

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from transformers import ProcessorMixin
 
+from ..compat.generate_turns import EarlierTurn
 from ..compat.replaced import replaced
 from ..distributed.ranks import Ranks
 from ..packing.first_batch import is_coarse, undisturbed
@@ -48,7 +49,8 @@ class FewerRows:
         self.ranks = ranks
         self.recorder: SamplingMaskRecorder | None = None  # of the tokens that this generation can choose
         self.log_probs: list[list[float]] | None = None  # of the last completions, from continuous batching
-        self._unchecked = {"shared", "dropped"}  # what no check has compared yet
+        self._unchecked = {"shared", "dropped", "continued"}  # what no check has compared yet
+        self._earlier_turn: EarlierTurn | None = None  # while a trainer with tools draws a generation batch
         self._unproven_reason: str | None = None  # found while generating
         self._counts = [0, 0, 0]  # tokens in `generate`, those of all rows, and those in checks; of this rank
 
@@ -156,6 +158,16 @@ class FewerRows:
         with replaced(trainer.model, generate=generate):
             yield
 
+    @contextmanager
+    def continuing_turns(self) -> Iterator[None]:
+        """Let each turn of a tool loop begin from the cache of the turn before, in the `with` block."""
+        # Stored keys and values end with the generation batch: training needs the memory, and changes the weights
+        self._earlier_turn = EarlierTurn() if getattr(self.trainer, "tools", None) else None  # RLOO has no tools
+        try:
+            yield
+        finally:
+            self._earlier_turn = None
+
     def record(self) -> None:
         """Log the tokens of the calls since the last one. Ranks call `generate` equally often only without tools."""
         tokens, trl_tokens, checked_tokens = self.ranks.sum_counts(self._counts)
@@ -177,7 +189,11 @@ class FewerRows:
         device = arguments["input_ids"].device
         rng = torch if device.type == "cpu" else torch.get_device_module(device)
         random_state = rng.get_rng_state()
-        rows = GenerateRows(base_of(self.trainer.model), looks_for_state="shared" in self._unchecked)
+        rows = GenerateRows(
+            base_of(self.trainer.model),
+            looks_for_state="shared" in self._unchecked,
+            earlier_turn=self._earlier_turn,
+        )
         checked_tokens = 0
         try:
             with rows.running():
@@ -197,6 +213,7 @@ class FewerRows:
             self._count(rows.tokens, rows.trl_tokens, checked_tokens)
             return ids
         self._unproven_reason = reason
+        self._earlier_turn = None
         logger.warning(f"`generate` runs every copy of a prompt, and finished completions, as in TRL: {reason}.")
         self._count(0, 0, rows.tokens + checked_tokens)
         rng.set_rng_state(random_state)

@@ -44,7 +44,7 @@ class GRPOGeneration:
         self.buffer = buffer
         self.balance = balance
         self.fewer_rows = FewerRows(trainer, ranks)
-        self._trl = internals.without_passes(trainer, self.fewer_rows.run_turn)
+        self._trl = internals.without_passes(trainer, self.fewer_rows.run_turn, self.fewer_rows.continuing_turns)
         self._checkpoints = GenerationCheckpoints(trainer, ranks, buffer)
         self._further: FurtherPrompts | None = None
         self._fills_buffer = False
