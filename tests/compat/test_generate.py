@@ -15,6 +15,7 @@ from model_classes import MODEL_TYPES, NOT_RUN, build_class
 from model_families import build
 from tiny import chat_tokenizer
 from trl_ext.compat.generate import GenerateRows, UnprovenError
+from trl_ext.compat.generate_turns import EarlierTurn
 
 PAD, EOS, V = 0, (1, 2), 97
 # Classes whose samples are equal, of one for each kind of cache and of positions
@@ -70,7 +71,16 @@ def embedded(model: Any) -> Iterator[list[int]]:
 class Samples:
     """What a `generate` returned, the generator's state after it, and the scores of each step."""
 
-    def __init__(self, model: Any, inputs: dict[str, Tensor], *, fewer: bool, seed: int = 1, **options: Any) -> None:
+    def __init__(
+        self,
+        model: Any,
+        inputs: dict[str, Tensor],
+        *,
+        fewer: bool,
+        seed: int = 1,
+        earlier_turn: EarlierTurn | None = None,
+        **options: Any,
+    ) -> None:
         scores: list[Tensor] = []
 
         def note(_: Tensor, scores_BV: Tensor) -> Tensor:
@@ -81,7 +91,7 @@ class Samples:
             **{"max_new_tokens": 24, "do_sample": True, "pad_token_id": PAD, "eos_token_id": list(EOS)},
             **{"top_k": 0, "logits_processor": LogitsProcessorList([note]), **options},
         }
-        self.rows = GenerateRows(model, looks_for_state=True)
+        self.rows = GenerateRows(model, looks_for_state=True, earlier_turn=earlier_turn)
         torch.manual_seed(seed)
         with torch.no_grad(), embedded(model) as tokens:
             if fewer:

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 import trl
+from test_generate_rows import Run
 
 import trl_ext
-from test_generate_rows import Run
 from tiny import Workshop, prompts
 from token_counts import total
 from tool_calls import ENDS, look_up, model_that_ends, tool_tokenizer
