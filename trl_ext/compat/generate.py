@@ -117,7 +117,9 @@ class GenerateRows:
             _check_state(tensors_before, _tensors_outside_cache(self.model))
         cache = _cache_of(model_kwargs) or _cache_of(outputs)
         _check_cache(cache)
-        if self.earlier_turn is not None and _holds_each_token(cache, input_ids.size(1)):
+        # A forward that takes no positions may count padding, which changes from turn to turn
+        has_positions = isinstance(model_kwargs.get("position_ids"), Tensor)
+        if self.earlier_turn is not None and has_positions and _holds_each_token(cache, input_ids.size(1)):
             self._cache = cache
         logits_R1V = outputs.logits[:, -1:]
         if len(first_R) < len(input_ids):
