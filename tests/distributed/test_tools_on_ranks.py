@@ -1,4 +1,4 @@
-"""GRPO trains with a tool on two ranks of which only the first calls it, as stock TRL does."""
+"""GRPO trains with a tool on two ranks as stock TRL does, also if only the first calls it."""
 
 import shutil
 from functools import partial, wraps
@@ -18,7 +18,7 @@ from tool_calls import ENDS, look_up, tool_tokenizer
 NO_WORD = "x"
 
 
-def train(rank: Rank, package: Any) -> dict[str, Any]:
+def train(rank: Rank, package: Any, callers: int) -> dict[str, Any]:
     samples: list[list[list[int]]] = []
     words: list[str] = []
 
@@ -32,10 +32,17 @@ def train(rank: Rank, package: Any) -> dict[str, Any]:
         return [float(sum(ids) % 5) for ids in completion_ids]
 
     args = package.GRPOConfig(
-        **{"output_dir": str(rank.folder / package.__name__), "max_steps": 2, "logging_steps": 1, "optim": "sgd"},
+        **{
+            "output_dir": str(rank.folder / f"{package.__name__}-{callers}"),
+            "max_steps": 2,
+            "logging_steps": 1,
+            "optim": "sgd",
+        },
         **{"per_device_train_batch_size": 4, "num_generations": 4, "max_completion_length": 40, "seed": 5},
         **{"bf16": False, "gradient_checkpointing": False, "dataloader_pin_memory": False, "report_to": "none"},
-        **{"save_strategy": "no", "learning_rate": 0.01, "use_cpu": True, "max_tool_calling_iterations": 3},
+        **{"save_strategy": "no", "learning_rate": 0.01, "use_cpu": rank.engine == "ddp"},
+        # With FSDP, ranks must generate equally often
+        max_tool_calling_iterations=3 if callers == 1 else 1,
         model_init_kwargs={"dtype": "float32"},
     )
     trainer = package.GRPOTrainer(
@@ -43,7 +50,7 @@ def train(rank: Rank, package: Any) -> dict[str, Any]:
         args=args,
         reward_funcs=reward,
         train_dataset=prompts(8, seed=1, conversational=True),
-        processing_class=tool_tokenizer() if rank.index == 0 else tool_tokenizer(NO_WORD),
+        processing_class=tool_tokenizer() if rank.index < callers else tool_tokenizer(NO_WORD),
         tools=[noted_look_up],
     )
     trainer.train()
@@ -55,20 +62,26 @@ def train(rank: Rank, package: Any) -> dict[str, Any]:
         "losses": [log["loss"] for log in logs],
         "calls": [log["tools/call_frequency"] for log in logs],
         "random_state": torch.get_rng_state(),
-        "weights": {name: x.detach().clone() for name, x in trainer.model.named_parameters()},
+        "weights": trainer.accelerator.get_state_dict(trainer.model_wrapped),
+        "unchecked": trainer._grpo_generation.fewer_rows._unchecked if package is trl_ext else None,
         "reason": trainer.explain()["generation"].reason if package is trl_ext else None,
     }
 
 
-CASES = {package.__name__: partial(train, package=package) for package in (trl_ext, trl)}
+CASES = {
+    f"{package.__name__}-{callers}": partial(train, package=package, callers=callers)
+    for package in (trl_ext, trl)
+    for callers in (1, 2)
+}
 
 
-@pytest.mark.parametrize("engine", ["ddp"])
-def test_only_one_rank_calls_a_tool(engine: str, workshop: Workshop, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("engine", "callers"), [("ddp", 1), ("fsdp2", 2)])
+def test_ranks_train_with_a_tool(engine: str, callers: int, workshop: Workshop, tmp_path: Path) -> None:
     shutil.copytree(workshop.model("untied"), tmp_path / "model")
     GenerationConfig(eos_token_id=list(ENDS), pad_token_id=0).save_pretrained(tmp_path / "model")
-    results = run_on_ranks(__file__, list(CASES), engine, tmp_path, timeout=120.0)
-    for ours, stock in zip(results["trl_ext"], results["trl"], strict=True):
+    cases = [f"trl_ext-{callers}", f"trl-{callers}"]
+    results = run_on_ranks(__file__, cases, engine, tmp_path, timeout=120.0)
+    for ours, stock in zip(*results.values(), strict=True):
         assert "each distinct prompt once" in ours["reason"]
         assert ours["samples"] == stock["samples"]
         assert torch.equal(ours["random_state"], stock["random_state"])
@@ -77,6 +90,7 @@ def test_only_one_rank_calls_a_tool(engine: str, workshop: Workshop, tmp_path: P
         assert ours["calls"] == stock["calls"]
         for name, weight in stock["weights"].items():
             torch.testing.assert_close(ours["weights"][name], weight, rtol=0.0, atol=1e-6)
-    first, second = results["trl_ext"]
-    assert len(first["words"]) > 8
-    assert second["words"] == []
+    assert results[cases[0]][0]["weights"]
+    for rank, ours in enumerate(results[cases[0]]):
+        assert ("continued" in ours["unchecked"]) == (rank >= callers)
+        assert (len(ours["words"]) > 4) == (rank < callers)
