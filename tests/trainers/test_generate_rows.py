@@ -294,9 +294,9 @@ def test_modules_are_searched_once(workshop: Workshop, tmp_path: Path, monkeypat
     looked: list[bool] = []
     init = GenerateRows.__init__
 
-    def note(self: Any, model: Any, *, looks_for_state: bool) -> None:
+    def note(self: Any, model: Any, *, looks_for_state: bool, **options: Any) -> None:
         looked.append(looks_for_state)
-        init(self, model, looks_for_state=looks_for_state)
+        init(self, model, looks_for_state=looks_for_state, **options)
 
     monkeypatch.setattr(GenerateRows, "__init__", note)
     Run("grpo", workshop, tmp_path)

@@ -11,18 +11,26 @@ import trl
 from test_generate_rows import Run
 
 import trl_ext
-from tiny import Workshop, prompts
+from tiny import Workshop, lora_config, prompts
 from token_counts import total
 from tool_calls import ENDS, look_up, model_that_ends, tool_tokenizer
 from trl_ext.compat.generate_turns import EarlierTurn
 
 
-def run(workshop: Workshop, folder: Path, package: Any = trl_ext, *, model: Any = None, **arguments: Any) -> Run:
+def run(
+    workshop: Workshop,
+    folder: Path,
+    package: Any = trl_ext,
+    *,
+    model: Any = None,
+    dtype: torch.dtype = torch.float32,
+    **arguments: Any,
+) -> Run:
     options = {
         **{"tools": [look_up], "processing_class": tool_tokenizer(), "max_completion_length": 40, "optim": "sgd"},
         **{"train_dataset": prompts(8, seed=1, conversational=True), "max_tool_calling_iterations": 3, **arguments},
     }
-    return Run("grpo", workshop, folder, package, model=model or model_that_ends(workshop), **options)
+    return Run("grpo", workshop, folder, package, model=model or model_that_ends(workshop, dtype=dtype), **options)
 
 
 def assert_equal_training(ours: Run, stock: Run) -> None:
@@ -72,14 +80,22 @@ def suffix_tokens(turn: Turn, earlier: Turn) -> int:
     return len({tuple(prompt) for prompt, _ in turn}) * max(left)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-def test_training_is_that_of_stock_trl(dtype: torch.dtype, workshop: Workshop, tmp_path: Path) -> None:
-    ours = run(workshop, tmp_path / "a", model=model_that_ends(workshop, dtype=dtype))
-    stock = run(workshop, tmp_path / "b", trl, model=model_that_ends(workshop, dtype=dtype))
+CASES: dict[str, dict[str, Any]] = {
+    "float32": {},
+    "float64": {"dtype": torch.float64},
+    "lora": {"peft_config": lora_config()},
+    "evaluation": {"eval_strategy": "steps", "eval_steps": 1, "eval_dataset": prompts(4, 2, conversational=True)},
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_training_is_that_of_stock_trl(name: str, workshop: Workshop, tmp_path: Path) -> None:
+    ours = run(workshop, tmp_path / "a", **CASES[name])
+    stock = run(workshop, tmp_path / "b", trl, **CASES[name])
     assert_equal_training(ours, stock)
     assert ours.trainer.explain()["generation"].reason.startswith("`generate` runs each distinct prompt once")
     assert ours.trainer._grpo_generation.fewer_rows._unchecked == set()
-    other = run(workshop, tmp_path / "c", model=model_that_ends(workshop, dtype=dtype), seed=4)
+    other = run(workshop, tmp_path / "c", seed=4, **CASES[name])
     assert other.samples != ours.samples
 
 

@@ -17,7 +17,7 @@ class EarlierTurn:
     """What the caches of a turn's rows held, without padding.
 
     TRL's tool loop appends the tool's result to the tokens of a row, and generates again. Until then, keys and values
-    of all rows stay in memory, also of those that call no tool: about as much as TRL's cache at the end of the turn.
+    of all rows stay in memory, also of those that call no tool: at most what TRL's cache holds when the turn ends.
     """
 
     def __init__(self) -> None:
