@@ -81,7 +81,7 @@ CASES = {
     ("engine", "kinds"),
     [
         ("ddp", ("grpo", "rloo")),
-        ("fsdp2", ("grpo",)),
+        pytest.param("fsdp2", ("grpo",), marks=pytest.mark.slow),
         pytest.param("zero3", ("grpo", "rloo"), marks=pytest.mark.slow),
         pytest.param("tp", ("grpo",), marks=pytest.mark.slow),
     ],
