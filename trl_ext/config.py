@@ -246,6 +246,10 @@ class AddedGroupFields(AddedReferenceFields):
     """Run `generate` on each distinct prompt once and without finished completions, where this changes no sample.
     `False`: on all rows, as in TRL."""
 
+    sampler_check: str = field(default="warn", metadata={"choices": ["warn", "stop", "off"]})
+    """What to do if the sampler's log-probs suddenly differ from the policy's by more than rounding. `"warn"`: log one
+    warning. `"stop"`: raise an error on all ranks. `"off"`: no check."""
+
     keep_groups_together: bool | None = None
     """Put the completions of a prompt into one micro-batch, within one optimizer step. `None`: if this changes no
     gradient. `True`: an error if this would change a gradient or save nothing. A subclass's overrides must then work on
@@ -308,10 +312,6 @@ class AddedGRPOFields(AddedGroupFields, AddedStepFields):
 
     dynamic_sampling_max_draws: int = 10
     """With `dynamic_sampling`, the most generation batches to draw until one is full, including the first."""
-
-    sampler_check: str = field(default="warn", metadata={"choices": ["warn", "stop", "off"]})
-    """What to do if the sampler's log-probs suddenly differ from the policy's by more than rounding. `"warn"`: log one
-    warning. `"stop"`: raise an error on all ranks. `"off"`: no check."""
 
     vllm_engine_args: dict | str | None = None  # type: ignore[type-arg]  # the parser's own form
     """Arguments of vLLM's engine in colocated mode, such as `{"dtype": "float32"}`. They override those that TRL

@@ -4,18 +4,22 @@ import copy
 import logging
 import math
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import trl
+from datasets import Dataset
 from test_generate_rows import KINDS, Run
 from transformers import AutoModelForCausalLM, GenerationConfig
 from transformers.generation import ContinuousBatchingConfig
-from transformers.generation.continuous_batching.continuous_api import ContinuousMixin
 
+import trl_ext
+from short_training import Bench
 from tiny import Workshop, lora_config
+from trl_ext.compat import continuous
 from trl_ext.compat.continuous import complete
 
 ON_CPU = {"use_cuda_graph": False, "num_blocks": 64, "max_batch_tokens": 256}
@@ -30,18 +34,17 @@ class Requests:
         self.prompts: list[Counter[tuple[int, ...]]] = []
         self.log_probs: list[dict[tuple[tuple[int, ...], tuple[int, ...]], list[float]]] = []
         self.change: Any = lambda output: output
-        generate_batch = ContinuousMixin.generate_batch
 
-        def noted(model: Any, inputs: Any, *positional: Any, **options: Any) -> Any:
+        def noted(generate_batch: Any, inputs: Any, **options: Any) -> Any:
             self.prompts.append(Counter(map(tuple, inputs)))
-            outputs = generate_batch(model, inputs, *positional, **options)
+            outputs = generate_batch(inputs, **options)
             outputs = {name: self.change(output) for name, output in outputs.items()}
             self.log_probs.append(
                 {(tuple(x.prompt_ids), tuple(x.generated_tokens)): x.logprobs for x in outputs.values()}
             )
             return outputs
 
-        monkeypatch.setattr(ContinuousMixin, "generate_batch", noted)
+        monkeypatch.setattr(continuous, "complete", lambda run, *x, **y: complete(partial(noted, run), *x, **y))
 
 
 @pytest.fixture
@@ -54,7 +57,8 @@ def requests(monkeypatch: pytest.MonkeyPatch) -> Requests:
 def test_a_prompt_is_one_request_and_the_ratio_of_the_first_pass_is_one(
     kind: str, options: dict[str, Any], workshop: Workshop, tmp_path: Path, requests: Requests
 ) -> None:
-    run = Run(kind, workshop, tmp_path, **BATCHING, **options)
+    long_prompts = Dataset.from_list([{"prompt": f"w{row} w{row + 1} w7"[: 5 + 3 * (row % 2)]} for row in range(8)])
+    run = Run(kind, workshop, tmp_path, train_dataset=long_prompts, **BATCHING, **options)
     assert [sorted(prompts.values()) for prompts in requests.prompts] == [[1, 1]] * 3
     assert len({tuple(ids) for ids in run.samples[0][:4]}) > 1  # the completions of a prompt are drawn one by one
     differences = run.logged("sampling/sampling_logp_difference/max")
@@ -123,25 +127,108 @@ def test_where_the_log_probs_are_not_the_policys_the_loss_is_trls(
     requests.change = with_other_log_probs
     run = Run("grpo", workshop, tmp_path, max_steps=1, **BATCHING, **options)
     assert run.trainer.plan.facts.sampler_ratio is None
+    assert "sampling_per_token_logps" not in run.trainer._buffered_inputs[0]  # some of TRL's losses would read them
     assert not any(name.startswith("sampling/") for log in run.logs for name in log)
     assert not run.trainer.plan.warnings
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"generation_kwargs": {"temperature": 0.5}},
+        {"top_p": 0.9},
+        {"peft_config": lora_config(lora_dropout=0.3), "disable_dropout": False},
+    ],
+    ids=lambda options: next(iter(options)),
+)
+def test_rloo_compares_nothing_with_another_distribution(
+    options: dict[str, Any], workshop: Workshop, tmp_path: Path
+) -> None:
+    run = Run("rloo", workshop, tmp_path, **BATCHING, **options)
+    assert not any(name.startswith("sampling/") for log in run.logs for name in log)
+
+
+def test_a_prompt_of_one_token_and_evaluation_train(
+    workshop: Workshop, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """TRL goes on in training mode after an evaluation with continuous batching."""
+    one_token = Dataset.from_list([{"prompt": "w5"}, {"prompt": "w6 w7"}] * 4)
+    evaluation = {"eval_strategy": "steps", "eval_steps": 1, "eval_dataset": one_token.select(range(4))}
+    schedule = {"steps_per_generation": 2, "gradient_accumulation_steps": 1, "max_steps": 4}
+    for kind in KINDS:
+        run = Run(kind, workshop, tmp_path / kind, train_dataset=one_token, **BATCHING, **evaluation, **schedule)
+        evaluated = [log for log in run.trainer.state.log_history if "eval_loss" in log]
+        assert len(evaluated) == 4
+        assert all("eval_reward" in log and "eval_num_tokens" in log for log in evaluated)
+        assert run.trainer._step == 4
+    assert REPORT not in caplog.text
+
+
+def test_training_twice_in_the_middle_of_a_generation_batch(
+    workshop: Workshop, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    schedule = {"steps_per_generation": 4, "gradient_accumulation_steps": 1, "max_steps": 2, "beta": 0.0}
+    run = Run("rloo", workshop, tmp_path, **BATCHING, **schedule)
+    run.trainer.train()
+    assert REPORT not in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [({"use_async_batching": True}, "`use_async_batching` is not tested"), ({}, "before 5.18 returns one completion")],
+)
+def test_where_a_request_has_one_completion_the_log_probs_are_kept(
+    config: dict[str, Any],
+    reason: str,
+    workshop: Workshop,
+    tmp_path: Path,
+    requests: Requests,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if not config:
+        monkeypatch.setattr(continuous, "RETURNS_ALL_COMPLETIONS", False)
+    options = {**BATCHING, "transformers_continuous_batching_config": {**ON_CPU, **config}}
+    bench = Bench(workshop, tmp_path)
+    if config:  # which needs a GPU
+        monkeypatch.setattr(trl_ext.GRPOTrainer, "train", lambda *_: None)
+    bench.grpo(**options)
+    assert reason in bench.trainer.explain()["generation"].reason
+    if not config:
+        assert [max(prompts.values()) for prompts in requests.prompts] == [4]
+        assert "sampling/mismatch_kl" in bench.trainer.state.log_history[0]
+
+
+def test_a_function_of_the_user_runs_as_in_trl(workshop: Workshop, tmp_path: Path) -> None:
+    model = model_of(workshop).requires_grad_(True)
+    generate_batch = model.generate_batch
+
+    def of_user(*positional: Any, **options: Any) -> Any:
+        outputs = generate_batch(*positional, **options)
+        for output in outputs.values():
+            output.logprobs = []
+        return outputs
+
+    model.generate_batch = of_user
+    run = Run("grpo", workshop, tmp_path, model=model, max_steps=1, **BATCHING)
+    assert run.trainer.plan.facts.sampler_ratio is None
+    assert "your function" in str(run.trainer.plan.facts.generation.all_rows_reason)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_stale_weights_are_reported(
     kind: str, workshop: Workshop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    generate_batch = ContinuousMixin.generate_batch
     copies: list[Any] = []
 
-    def of_first_step(model: Any, *positional: Any, **options: Any) -> Any:
-        copies.append(copies[0] if copies else copy.deepcopy(model))
-        return generate_batch(copies[0], *positional, **options)
+    def of_first_step(generate_batch: Any, *positional: Any, **options: Any) -> Any:
+        copies.append(copies[0] if copies else copy.deepcopy(generate_batch.__self__))
+        # The copy also has the trainer's replacement of the method
+        return complete(partial(type(copies[0]).generate_batch, copies[0]), *positional, **options)
 
     with caplog.at_level(logging.WARNING):
         Run(kind, workshop, tmp_path / "a", **BATCHING, learning_rate=1e-3)
     assert REPORT not in caplog.text
-    monkeypatch.setattr(ContinuousMixin, "generate_batch", of_first_step)
+    monkeypatch.setattr(continuous, "complete", of_first_step)
     with caplog.at_level(logging.WARNING):
         Run(kind, workshop, tmp_path / "b", **BATCHING, learning_rate=1e-3)
     assert caplog.text.count(REPORT) == 1
@@ -180,8 +267,10 @@ def model_of(workshop: Workshop, name: str = "tied") -> Any:
 
 
 def completed(model: Any, prompt_ids: list[list[int]], **options: Any) -> Any:
-    config = GenerationConfig(max_new_tokens=4, do_sample=True, eos_token_id=1, pad_token_id=0, top_k=0, **options)
-    return complete(model.generate_batch, prompt_ids, config, ContinuousBatchingConfig(**ON_CPU))
+    config = GenerationConfig(max_new_tokens=4, do_sample=True, eos_token_id=1, pad_token_id=0, top_k=0)
+    return continuous.complete(
+        model.generate_batch, prompt_ids, config, ContinuousBatchingConfig(**{**ON_CPU, **options})
+    )
 
 
 def test_uneven_groups_keep_the_order_of_rows(workshop: Workshop, requests: Requests) -> None:
@@ -195,6 +284,21 @@ def test_uneven_groups_keep_the_order_of_rows(workshop: Workshop, requests: Requ
         expected = model(ids).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
         picked = expected.gather(1, ids[0, len(prompt) :, None])[:, 0]
         assert torch.allclose(torch.tensor(values), picked, atol=1e-5)
+
+
+@pytest.mark.parametrize("one_token", [[[5]], [[5], [6, 7]], [[5], [5, 6], [5, 7]]])
+def test_prompts_of_one_token(one_token: list[list[int]], workshop: Workshop) -> None:
+    groups = [ids for ids in one_token for _ in range(4)]
+    outputs, _ = completed(model_of(workshop), groups)
+    assert [output.prompt_ids for output in outputs.values()] == groups
+
+
+@pytest.mark.parametrize("longer", [0, 1, 2])
+def test_prompts_that_share_whole_pages(longer: int, workshop: Workshop) -> None:
+    beginning = [2 + place % 30 for place in range(32 + longer)]
+    groups = [[*beginning, last][: len(beginning) + (last > 0)] for last in (0, 3, 4) for _ in range(4)]
+    outputs, _ = completed(model_of(workshop), groups, page_size=16, max_batch_tokens=48)
+    assert [output.prompt_ids for output in outputs.values()] == groups
 
 
 def test_a_failed_request_is_an_error(workshop: Workshop) -> None:

@@ -81,6 +81,11 @@ class GRPOPlan(Plan):
     merges: bool  # micro-batches of an optimizer step run together, in parts of at most `max_tokens_per_micro_batch`
     keeps_sampling_mask: bool  # log-probs are normalised over the tokens that the sampler could choose
 
+    @property
+    def reads_sampler_log_probs(self) -> bool:
+        """Whether the loss reads the log-probs of the sampler."""
+        return self.facts.sampler_ratio is not None or self.facts.trust_sampling_log_probs
+
 
 def plan_grpo(facts: GRPOFacts) -> GRPOPlan:
     """Return the plan of a GRPO trainer.
@@ -89,8 +94,10 @@ def plan_grpo(facts: GRPOFacts) -> GRPOPlan:
         `ValueError`: the schedule, the sampler or the loss does not support an option.
     """
     check_options(facts)
-    if facts.generation.requests_prompts_once and not _corrects_for_continuous_batching(facts):
+    if facts.generation.keeps_log_probs and not _corrects_for_continuous_batching(facts):
         facts = replace(facts, sampler_ratio=None)
+    # A trusted sampler is the old policy, so that the ratio is 1
+    corrects = facts.sampler_ratio is not None and not facts.trust_sampling_log_probs
     loss_type = grpo_loss_type(facts.loss_type)
     skips_zero_advantages = _zero_advantage_reason(facts) is None
     misaligned = facts.gradient_accumulation_steps % (facts.steps_per_generation * facts.num_iterations) != 0
@@ -110,7 +117,7 @@ def plan_grpo(facts: GRPOFacts) -> GRPOPlan:
         )
     return GRPOPlan(
         decisions=(
-            plan_generation(facts, corrects_for_sampler=facts.sampler_ratio is not None),
+            plan_generation(facts, corrects_for_sampler=corrects),
             _policy(facts, keeps_mask),
             _old_policy(facts, misaligned),
             plan_reference_pass(facts),
@@ -254,15 +261,14 @@ def _policy(facts: GRPOFacts, keeps_mask: bool) -> Decision:
 
 def _trl_scores_old_policy(facts: GRPOFacts, misaligned: bool) -> bool:
     # TRL does not correct for continuous batching
-    return misaligned or (facts.sampler_ratio is not None and not facts.generation.requests_prompts_once)
+    return misaligned or (facts.sampler_ratio is not None and not facts.generation.keeps_log_probs)
 
 
 def _corrects_for_continuous_batching(facts: GRPOFacts) -> bool:
     """Return whether the loss corrects for continuous batching. TRL's does not, so only where it costs no pass."""
     rule = facts.sampler_ratio
     return rule is not None and not (
-        facts.truncated_sampling
-        or (facts.loss_type == "vespo" and rule.mode.startswith("sequence"))  # an error with vLLM
+        (facts.loss_type == "vespo" and rule.mode.startswith("sequence"))  # an error with vLLM
         or facts.has_own_pass
         or facts.has_own_loss
         or facts.overridden_below is not None

@@ -10,17 +10,13 @@ GENERATE = "`generate`"
 CONTINUOUS_BATCHING = "transformers' continuous batching"
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class GenerateFacts:
     """What samples the completions."""
 
     sampler: str  # `GENERATE`, `CONTINUOUS_BATCHING`, or another, for the user
     all_rows_reason: str | None = None  # why transformers runs each copy of a prompt, apart from randomness
-
-    @property
-    def requests_prompts_once(self) -> bool:
-        """Whether continuous batching gets each distinct prompt once. Its log-probs are then kept."""
-        return self.sampler == CONTINUOUS_BATCHING and self.all_rows_reason is None
+    keeps_log_probs: bool = False  # those of continuous batching
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,12 +82,14 @@ def plan_generation(facts: SampledFacts, *, corrects_for_sampler: bool = False) 
         corrects_for_sampler (`bool`): whether the sampler's log-probs enter the loss.
     """
     generation = facts.generation
-    if generation.requests_prompts_once:
-        once = "Transformers' continuous batching gets each distinct prompt once, and its log-probs are kept."
+    if generation.keeps_log_probs:
+        requests = "Transformers' continuous batching gets each distinct prompt once."
+        if generation.all_rows_reason is not None:
+            requests = f"Transformers' continuous batching gets each copy of a prompt: {generation.all_rows_reason}."
         if corrects_for_sampler:
-            ratio = "the ratio of the old policy to the sampler"
-            once += f" The loss is multiplied by {ratio} (`vllm_importance_sampling_correction`)."
-        return Decision("generation", "run", once)
+            ratio = "the ratio of the old policy to its log-probs"
+            requests += f" The loss is multiplied by {ratio} (`vllm_importance_sampling_correction`)."
+        return Decision("generation", "run", requests)
     if generation.sampler != GENERATE:
         return Decision("generation", "run", f"Completions come from {generation.sampler}.", routine=True)
     reason = generation.all_rows_reason or facts.randomness
@@ -165,6 +163,11 @@ def micro_batches_of_a_step(args: Any) -> int:
     `args` is TRL's config, or `SampledFacts`.
     """
     return math.gcd(args.steps_per_generation, args.gradient_accumulation_steps)
+
+
+def samples_policy(args: Any) -> bool:
+    """Return whether no argument makes the sampler's distribution another than the policy's."""
+    return args.repetition_penalty == 1.0 and not args.generation_kwargs and not truncated_sampling(args)
 
 
 def sampling_values(args: Any) -> dict[str, float]:

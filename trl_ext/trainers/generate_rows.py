@@ -17,9 +17,10 @@ from ..distributed.ranks import Ranks
 from ..packing.first_batch import is_coarse, undisturbed
 from ..packing.hooks import functions_of_users
 from ..packing.support import has_experts, positions_by_length
-from ..planning.sampled import CONTINUOUS_BATCHING, GENERATE, GenerateFacts
+from ..planning.sampled import GENERATE, GenerateFacts
 from ..reference.weights import base_of
 from ..sampler.sampling_mask import SamplingMaskRecorder
+from .continuous_batching import ContinuousBatching
 
 if TYPE_CHECKING:
     from ..compat.generate import GenerateRows
@@ -47,8 +48,8 @@ class FewerRows:
     def __init__(self, trainer: Any, ranks: Ranks) -> None:
         self.trainer = trainer
         self.ranks = ranks
+        self.continuous = ContinuousBatching(trainer)
         self.recorder: SamplingMaskRecorder | None = None  # of the tokens that this generation can choose
-        self.log_probs: list[list[float]] | None = None  # of the last completions, from continuous batching
         self._unchecked = {"shared", "dropped", "continued"}  # what no check has compared yet
         self._earlier_turn: EarlierTurn | None = None  # while a trainer with tools draws a generation batch
         self._unproven_reason: str | None = None  # found while generating
@@ -58,18 +59,17 @@ class FewerRows:
         """Return what the plan must know of generation."""
         trainer = self.trainer
         if trainer.use_vllm:
-            return GenerateFacts(sampler="vLLM")
+            return GenerateFacts("vLLM")
         if getattr(trainer, "rollout_func", None) is not None:  # RLOO has none
-            return GenerateFacts(sampler="`rollout_func`")
+            return GenerateFacts("`rollout_func`")
         if trainer._replaces("generation"):
-            return GenerateFacts(sampler="an overridden method")
+            return GenerateFacts("an overridden method")
         reason = trainer._features.why_off("fewer rows in generation")
-        is_continuous = reason is None and trainer.use_transformers_continuous_batching
         if not trainer._added_fields.of(trainer.args).generate_fewer_rows:
             reason = "`generate_fewer_rows=False`"
-        elif reason is None and not is_continuous:
-            reason = self._unproven_reason or self._model_reason()
-        return GenerateFacts(sampler=CONTINUOUS_BATCHING if is_continuous else GENERATE, all_rows_reason=reason)
+        if getattr(trainer, "use_transformers_continuous_batching", False):
+            return self.continuous.facts(reason)
+        return GenerateFacts(GENERATE, all_rows_reason=reason or self._unproven_reason or self._model_reason())
 
     def _model_reason(self) -> str | None:
         """Return why samples may depend on which rows share a forward, apart from draws; `None` if they do not."""
@@ -100,46 +100,14 @@ class FewerRows:
         return self.facts().all_rows_reason
 
     def run_turn(self, single_turn: Callable[..., Any], *positional: Any, **keywords: Any) -> Any:
-        """Run TRL's `single_turn`, in which the model runs fewer rows. GRPO's returns completions and log-probs."""
+        """Run TRL's `single_turn`, in which the model runs fewer rows."""
         facts = self.facts()
-        if facts.requests_prompts_once:
-            with self._batching() as log_probs:
-                output = single_turn(*positional, **keywords)
-            self.log_probs = log_probs
-            return (output[0], log_probs) if isinstance(output, tuple) else output
+        if facts.keeps_log_probs:
+            return self.continuous.run_turn(single_turn, *positional, **keywords)
         if facts.sampler != GENERATE:
             return single_turn(*positional, **keywords)
         with self._generating():
             return single_turn(*positional, **keywords)
-
-    def take_log_probs(self, batch: dict[str, Any]) -> Tensor | None:
-        """Return the log-probs `(B, C)` that continuous batching gave the completions of `batch`, once."""
-        log_probs, self.log_probs = self.log_probs, None
-        completion_ids = batch.get("completion_ids")
-        if log_probs is None or completion_ids is None or len(completion_ids) != len(log_probs):
-            return None
-        log_probs_BC = torch.full(completion_ids.shape, torch.nan)
-        for row, values in enumerate(log_probs):
-            log_probs_BC[row, : len(values)] = torch.tensor(values)
-        return log_probs_BC.to(completion_ids.device)
-
-    @contextmanager
-    def _batching(self) -> Iterator[list[list[float]]]:
-        """Give continuous batching each prompt once in the `with` block. Yields a list for the log-probs of a call."""
-        from ..compat.continuous import complete  # internals that may have moved
-
-        model = self.trainer.model
-        run = model.generate_batch
-        log_probs: list[list[float]] = []
-
-        def generate_batch(
-            prompt_ids: Any, generation_config: Any, continuous_batching_config: Any, **options: Any
-        ) -> Any:
-            outputs, log_probs[:] = complete(run, prompt_ids, generation_config, continuous_batching_config, **options)
-            return outputs
-
-        with replaced(model, generate_batch=generate_batch):
-            yield log_probs
 
     @contextmanager
     def _generating(self) -> Iterator[None]:

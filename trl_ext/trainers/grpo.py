@@ -25,7 +25,7 @@ from ..planning.batch_keys import has_old_policy, prompt_of
 from ..planning.grpo import GRPOFacts, GRPOPlan, plan_grpo
 from ..planning.loss_inputs import LossInputs, not_finite_in
 from ..planning.rows import all_tokens
-from ..planning.sampled import GenerateFacts, truncated_sampling
+from ..planning.sampled import GenerateFacts, samples_policy, truncated_sampling
 from ..planning.sampler_ratio import RatioRule
 from .base import ExactTrainer
 from .grpo_generation import GRPOGeneration
@@ -131,7 +131,7 @@ class GRPOTrainer(ExactTrainer, trl.GRPOTrainer):
             has_images=bool(self._is_vlm),
             has_entropy_bonus=bool(self._entropy_bonus_enabled),
             sampler_ratio=self._ratio_rule(generation),
-            sampler_gives_log_probs=self.use_vllm or self.rollout_func is not None or generation.requests_prompts_once,
+            sampler_gives_log_probs=self.use_vllm or self.rollout_func is not None or generation.keeps_log_probs,
             truncated_sampling=truncated,
             unknown_mask=self._unknown_mask_reason() if truncated else None,
             bypasses_loss=self._bypasses_loss,
@@ -141,9 +141,7 @@ class GRPOTrainer(ExactTrainer, trl.GRPOTrainer):
 
     def _ratio_rule(self, generation: GenerateFacts) -> RatioRule | None:
         """Return how TRL's loss corrects for the sampler: for vLLM, and in trl_ext also for continuous batching."""
-        # Other options, such as `min_new_tokens`, make the log-probs those of another distribution than the policy's
-        samples_policy = self.args.repetition_penalty == 1.0 and not self.args.generation_kwargs
-        has_log_probs = self.use_vllm or (generation.requests_prompts_once and samples_policy)
+        has_log_probs = self.use_vllm or (generation.keeps_log_probs and samples_policy(self.args))
         if not has_log_probs or self._features.why_off("vLLM"):
             return None
         if not self.vllm_importance_sampling_correction:

@@ -24,6 +24,7 @@ from ..planning.loss_inputs import RLOOLossInputs, not_finite_in
 from ..planning.micro_batches import StepRows
 from ..planning.rloo import RLOOFacts, RLOOPlan, plan_rloo
 from ..planning.rows import all_tokens
+from ..planning.sampled import samples_policy
 from .base import ExactTrainer
 from .generate_rows import FewerRows
 from .generation_checkpoints import GenerationCheckpoints
@@ -98,11 +99,13 @@ class RLOOTrainer(ExactTrainer, trl.RLOOTrainer):
             RLOOFacts,
             has_images=isinstance(self.processing_class, ProcessorMixin),
             generation=self._fewer_rows.facts(),
+            samples_policy=samples_policy(self.args),
             own_loss=internals.overridden_loss(self) or ("compute_loss" if self._bypasses_loss else None),
         )
         return plan_rloo(facts)
 
     def _before_training(self) -> None:
+        self._buffer.sampled_at_step = -1
         if not self._replaces("sampler"):
             check_enough_prompts(self.train_dataset, self.args.generation_batch_size, self.args.num_generations)
 
@@ -138,7 +141,7 @@ class RLOOTrainer(ExactTrainer, trl.RLOOTrainer):
         members: dict[str, Any] = {PASS: _no_pass} if plan.reuses_old_policy else {}
         batch = self._generation.draw(inputs, **members)
         self._fewer_rows.record()
-        log_probs = self._fewer_rows.take_log_probs(batch)
+        log_probs = self._fewer_rows.continuous.take_log_probs(batch)
         if log_probs is not None:
             batch["sampling_per_token_logps"] = log_probs
         if self.model.training:

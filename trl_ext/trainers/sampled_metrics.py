@@ -14,7 +14,6 @@ from ..losses.loss_types import METRICS_OF_ROWS
 from ..planning.batch_keys import sampler_log_probs
 from ..planning.loss_inputs import LossInputs, RLOOLossInputs, SampledLossInputs
 from ..planning.rows import loss_mask, padded_tokens
-from ..planning.sampled import truncated_sampling
 from ..planning.sampler_ratio import (
     TRL_SAMPLER_METRICS,
     RatioRule,
@@ -187,7 +186,7 @@ class SampledMetrics:
         for name, value in sampler_metrics(statistics).items():
             if "ratio" not in name:  # none enters the loss
                 internals.mode_metrics(self.trainer)[name].append(value)
-        self._check_sampler(statistics, is_truncated=bool(truncated_sampling(self.trainer.args)))
+        self._check_sampler(statistics, is_truncated=False)
 
     def _check_sampler(self, statistics: Tensor, *, is_truncated: bool) -> None:
         """Check the sampler's log-probs, from the `SamplerRatio.statistics` of each rank."""
