@@ -47,7 +47,7 @@ def claims() -> list[str]:
     return [
         f"With LoRA in fp32, a DPO step on short answers takes {instead_of(dpo)}; with rows of up to 512 tokens, "
         f"it takes {instead_of(long)}.",
-        "With prompts of about 100 tokens, 8 answers of up to 8 tokens to each, and equal rewards in "
+        "With prompts of about 100 tokens, 8 answers of up to 8 tokens each, and equal rewards in "
         f"{equal_rewards:.0%} of the groups, a step takes {instead_of(grpo)}, generation {generation[0]} instead of "
         f"{generation[1]}. A smaller step, with equal rewards in {fewer:.0%}, takes {instead_of(mixed)}.",
         f"The larger GRPO step peaks at {gib(grpo, 'trl_ext'):.1f} GiB instead of {gib(grpo, 'trl'):.1f} GiB on a CPU, "
