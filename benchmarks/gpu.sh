@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Measure on a GPU, on a machine that has torch, transformers, accelerate, peft and pytest, and no network:
+# Measure on a GPU, on a machine without a network that has torch, triton, transformers, accelerate, peft, pandas, pyarrow,
+# xxhash, pytest, pytest-xdist and hypothesis:
 #
 #     make wheels                  # before, on a machine with a network: what the other one lacks, in .whl/
 #     benchmarks/gpu.sh head       # under 6 minutes: the head

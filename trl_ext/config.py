@@ -242,6 +242,14 @@ class AddedGroupFields(AddedReferenceFields):
     """In GRPO, and in RLOO with `beta=0`, set a group's advantages to 0 if all its rewards are bitwise equal and
     zero-advantage completions can be skipped. `False`: keep TRL's advantages, which may be rounding noise."""
 
+    generate_fewer_rows: bool = True
+    """Run `generate` on each distinct prompt once and without finished completions, where this changes no sample.
+    `False`: on all rows, as in TRL."""
+
+    sampler_check: str = field(default="warn", metadata={"choices": ["warn", "stop", "off"]})
+    """What to do if the sampler's log-probs suddenly differ from the policy's by more than rounding. `"warn"`: log one
+    warning. `"stop"`: raise an error on all ranks. `"off"`: no check."""
+
     keep_groups_together: bool | None = None
     """Put the completions of a prompt into one micro-batch, within one optimizer step. `None`: if this changes no
     gradient. `True`: an error if this would change a gradient or save nothing. A subclass's overrides must then work on
@@ -292,8 +300,8 @@ class AddedGRPOFields(AddedGroupFields, AddedStepFields):
     optimizer step, once."""
 
     trust_sampling_log_probs: bool = False
-    """Use the log-probs of the sampler (vLLM or a `rollout_func`) as the old policy's. The difference between the two
-    then biases the ratio."""
+    """Use the log-probs of the sampler (vLLM, continuous batching or a `rollout_func`) as the old policy's. The
+    difference between the two then biases the ratio."""
 
     keep_sampling_mask: bool = False
     """With `top_k`, `top_p` or `min_p`, normalise log-probs and entropy over the tokens that the sampler could choose
@@ -304,10 +312,6 @@ class AddedGRPOFields(AddedGroupFields, AddedStepFields):
 
     dynamic_sampling_max_draws: int = 10
     """With `dynamic_sampling`, the most generation batches to draw until one is full, including the first."""
-
-    sampler_check: str = field(default="warn", metadata={"choices": ["warn", "stop", "off"]})
-    """What to do if vLLM's log-probs suddenly differ from the policy's by more than rounding. `"warn"`: log one
-    warning. `"stop"`: raise an error on all ranks. `"off"`: no check."""
 
     vllm_engine_args: dict | str | None = None  # type: ignore[type-arg]  # the parser's own form
     """Arguments of vLLM's engine in colocated mode, such as `{"dtype": "float32"}`. They override those that TRL

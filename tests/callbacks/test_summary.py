@@ -20,6 +20,7 @@ import trl_ext
 from drop_in_cases import Case
 from ranks import Rank, run_on_ranks
 from run_losses import ALL_CASES, Record, Trainers, build
+from short_training import PROMPTS, Bench
 from tiny import Workshop
 from token_counts import Feed
 from trl_ext.callbacks.summary import PhaseTimes, tokens_line
@@ -51,30 +52,43 @@ class Counts:
 
 
 @contextmanager
-def without_generation(feeds: list[Feed]) -> Iterator[None]:
-    """Drop what `generate` processes in the `with` block from `feeds`."""
+def generation_apart(feeds: list[Feed]) -> Iterator[list[Feed]]:
+    """Move what `generate` processes in the `with` block from `feeds` to the returned list."""
     plain = GenerationMixin.generate
+    generation: list[Feed] = []
 
     def generate(*positional: Any, **keywords: Any) -> Any:
         before = len(feeds)
         output = plain(*positional, **keywords)
+        generation.extend(feeds[before:])
         del feeds[before:]
         return output
 
     GenerationMixin.generate = generate
     try:
-        yield
+        yield generation
     finally:
         GenerationMixin.generate = plain
 
 
-def run(case: Case, trainers: Trainers, workshop: Workshop, folder: Path, resume: Any = None) -> list[Feed]:
-    """Train, and return the forwards of training, without those of generation and evaluation."""
+@dataclass
+class Forwards:
+    """The forwards of a training, without those of evaluation."""
+
+    passes: list[Feed]
+    generation: list[Feed]
+
+    @property
+    def tokens(self) -> int:
+        return total(self.passes) + total(self.generation)
+
+
+def run(case: Case, trainers: Trainers, workshop: Workshop, folder: Path, resume: Any = None) -> Forwards:
     record = Record()
     trainer = build(case, trainers, workshop, str(folder), record)
-    with without_generation(record.feeds):
+    with generation_apart(record.feeds) as generation:
         trainer.train(resume)
-    return [x for x in record.feeds if x.training]
+    return Forwards(*([x for x in feeds if x.training] for feeds in (record.feeds, generation)))
 
 
 def total(feeds: list[Feed], what: str = "tokens") -> int:
@@ -114,18 +128,18 @@ def test_the_tokens_are_those_that_hooks_count(
     assert not caplog.messages
     ours = run(case, OURS, workshop, tmp_path / "ours")
     counts = Counts.read(caplog.messages)
-    assert (counts.tokens, counts.of_trl) == (total(ours), total(stock))
+    assert (counts.tokens, counts.of_trl) == (ours.tokens, stock.tokens)
     assert counts.tokens < counts.of_trl or "padded" in name
     # A pass in several parts counts once; the reference's passes count where their log-probs are stored
     if name not in ("grpo-parts", "dpo-parts", "dpo-padded", "kto-padded"):
-        assert counts.passes == max(0, len(stock) - len(ours))
+        assert counts.passes == max(0, len(stock.passes) - len(ours.passes))
     padded = Record()
     if counts.rows:  # a packed row is one
         trainer = build(case, OURS.padded(), workshop, str(tmp_path / "padded"), padded)
-        with without_generation(padded.feeds):
+        with generation_apart(padded.feeds):
             trainer.train()
         policy = [x for x in padded.feeds if x.training and x.grad]
-        assert counts.rows == total([x for x in stock if x.grad], "rows") - total(policy, "rows")
+        assert counts.rows == total([x for x in stock.passes if x.grad], "rows") - total(policy, "rows")
     assert bool(counts.rows) == (name in ("grpo-dead-group", "rloo"))
 
 
@@ -142,9 +156,9 @@ def test_a_resumed_run_counts_what_it_trains_itself(
         caplog.clear()
         of_steps.append(run(case, library, workshop, folder, resume=str(folder / "checkpoint-2")))
     stock, ours = of_steps
-    assert {x.step for x in stock} == {x.step for x in ours} == {2}
+    assert {x.step for x in stock.passes} == {x.step for x in ours.passes} == {2}
     counts = Counts.read(caplog.messages)
-    assert (counts.tokens, counts.of_trl) == (total(ours), total(stock))
+    assert (counts.tokens, counts.of_trl) == (ours.tokens, stock.tokens)
 
 
 def test_each_training_counts_anew(workshop: Workshop, tmp_path: Path, caplog: pytest.LogCaptureFixture):
@@ -171,12 +185,13 @@ def of_ranks(rank: Rank, trainers: Trainers, name: str) -> dict[str, Any]:
     record = Record()
     folder = str(rank.folder / f"{name}-{trainers is OURS}")
     trainer = build(case, trainers, Workshop(Path(os.environ["TINY_ROOT"])), folder, record)
-    with without_generation(record.feeds):
+    with generation_apart(record.feeds) as generation:
         trainer.train()
     rank.check(trainer)
     logging.getLogger("trl_ext").removeHandler(collector)
-    feeds = [x for x in record.feeds if x.training]
-    return {"tokens": total(feeds), "forwards": len(feeds), "messages": messages}
+    passes = [x for x in record.feeds if x.training]
+    tokens = total(passes) + total([x for x in generation if x.training])
+    return {"tokens": tokens, "forwards": len(passes), "messages": messages}
 
 
 FAST_ON_RANKS = ("dpo-accumulation", "grpo-accumulation")
@@ -235,7 +250,7 @@ def test_times_are_of_the_outer_phase_and_absent_if_there_is_none():
         time.sleep(0.12)
     with times.measured("generation"):
         time.sleep(0.06)
-    with times.measured("reward functions"):
+    with times.measured("rewards"):
         pass
     time.sleep(0.06)
     assert re.fullmatch(
@@ -252,7 +267,7 @@ def test_phases_are_where_they_are(workshop: Workshop, tmp_path: Path, monkeypat
     calls = []
     monkeypatch.setattr(PhaseTimes, "line", lambda self: calls.append(dict(self.seconds)) or "")
     trainer.train()
-    assert calls[0].keys() == {"evaluation", "generation", "reward functions", "checkpoints"}
+    assert calls[0].keys() == {"evaluation", "generation", "rewards", "passes", "checkpoints"}
     assert all(seconds > 0 for seconds in calls[0].values())
 
 
@@ -283,3 +298,39 @@ def test_the_last_line_says_where_the_model_is(
             "sft-nll-lora": f"The adapter is in {where}, without its base model ({base}).",
         }[name]
     )
+
+
+@pytest.mark.parametrize(("kind", "options"), [("grpo", {"beta": 0.1}), ("grpo", {}), ("rloo", {"beta": 0.1})])
+def test_logs_have_the_seconds_of_each_phase(
+    kind: str, options: dict[str, Any], workshop: Workshop, tmp_path: Path
+) -> None:
+    def slow_reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
+        time.sleep(0.2)
+        return [float(ids[0] % 7) for ids in completion_ids]
+
+    bench = Bench(workshop, tmp_path)
+    evaluation = {"eval_strategy": "steps", "eval_steps": 2, "eval_dataset": PROMPTS.select(range(4))}
+    begun = time.monotonic()
+    schedule = {"max_steps": 4, "logging_steps": 2, "num_iterations": 1, **evaluation}
+    getattr(bench, kind)(reward_funcs=slow_reward, **schedule, **options)
+    elapsed = time.monotonic() - begun
+    logs = [log for log in bench.trainer.state.log_history if "loss" in log]
+    phases = ["generation", "rewards", "training", *(["passes"] if options else [])]
+    assert [{name for name in log if name.startswith("seconds/")} for log in logs] == [
+        {f"seconds/{phase}" for phase in phases}
+    ] * 2
+    assert all(log["seconds/rewards"] >= 0.2 for log in logs)
+    assert all(log[f"seconds/{phase}"] > 0 for log in logs for phase in phases)
+    # Of four steps together, without the evaluations, whose rewards take as long
+    assert sum(2 * log[f"seconds/{phase}"] for log in logs for phase in phases) < elapsed - 2 * 0.2
+    assert not any("seconds/" in name for log in bench.trainer.state.log_history if "loss" not in log for name in log)
+
+
+def test_a_phase_that_did_not_run_is_absent_from_the_log(workshop: Workshop, tmp_path: Path) -> None:
+    bench = Bench(workshop, tmp_path)
+    bench.grpo(max_steps=2, num_iterations=2, logging_steps=1, learning_rate=0.0)
+    first, second = [log for log in bench.trainer.state.log_history if "loss" in log]
+    assert {"seconds/generation", "seconds/rewards", "seconds/training"} <= first.keys()
+    assert [name for name in second if name.startswith("seconds/")] == ["seconds/training"]
+    bench.dpo()
+    assert not any(name.startswith("seconds/") for log in bench.trainer.state.log_history for name in log)

@@ -92,6 +92,7 @@ def differences(got: list[dict[str, float]], want: list[dict[str, float]]) -> li
         for key in one:
             if (
                 key.endswith(NOT_OF_THE_BATCH)
+                or key.startswith("seconds/")
                 or counts_work(key)
                 or key == "train_loss"
                 or (key == "loss" and place >= len(want) - 2)

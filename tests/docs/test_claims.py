@@ -37,7 +37,7 @@ def claims() -> list[str]:
     """Return the README's sentences on speed, memory and precision, with the figures of the newest lines."""
     grpo, mixed, dpo, long = (CPU[f"real_{x}"] for x in ("grpo_lora", "grpo_lora_mixed", "dpo_lora", "dpo_lora_long"))
     equal_rewards, fewer = (run.lines["trl"]["equal_rewards"] for run in (grpo, mixed))
-    without_generation = [seconds(grpo, x) - seconds(grpo, x, "generation_ms") for x in ("trl_ext", "trl")]
+    generation = [f"{seconds(grpo, x, 'generation_ms'):.1f} s" for x in ("trl_ext", "trl")]
     head = CPU["real_head_bf16"].lines
     errors = [head[name]["max_error"] for name in ("trl_ext_torch", "trl")]
     backbone = [head[name]["with_backbone"]["max"] for name in ("trl_ext_torch", "trl")]
@@ -47,10 +47,9 @@ def claims() -> list[str]:
     return [
         f"With LoRA in fp32, a DPO step on short answers takes {instead_of(dpo)}; with rows of up to 512 tokens, "
         f"it takes {instead_of(long)}.",
-        "With prompts of about 100 tokens, 8 answers of up to 8 tokens to each, and equal rewards in "
-        f"{equal_rewards:.0%} of the groups, a step takes {instead_of(grpo)}. Without generation, that is "
-        f"{without_generation[0]:.1f} s instead of {without_generation[1]:.1f} s. A smaller step, with equal rewards "
-        f"in {fewer:.0%}, takes {instead_of(mixed)}.",
+        "With prompts of about 100 tokens, 8 answers of up to 8 tokens each, and equal rewards in "
+        f"{equal_rewards:.0%} of the groups, a step takes {instead_of(grpo)}, generation {generation[0]} instead of "
+        f"{generation[1]}. A smaller step, with equal rewards in {fewer:.0%}, takes {instead_of(mixed)}.",
         f"The larger GRPO step peaks at {gib(grpo, 'trl_ext'):.1f} GiB instead of {gib(grpo, 'trl'):.1f} GiB on a CPU, "
         "where TRL's fused LM head has no kernels. On an H200, where it has them, a GRPO step with LoRA on 0.6 billion "
         f"weights peaks at {gib(of_gpu, 'trl_ext'):.1f} GiB instead of {gib(of_gpu, 'trl'):.1f} GiB, without "

@@ -86,6 +86,7 @@ def test_the_plan_says_what_runs_and_why(name: str, workshop: Workshop) -> None:
     plan = explained(workshop, **fields)
     assert [decision.name for decision in plan.decisions] == [
         "engine",
+        "generation",
         "policy",
         "old policy",
         "reference",
@@ -129,7 +130,7 @@ def test_the_table_leaves_out_what_is_as_in_trl(fields: dict[str, Any], shown: l
             for x in (False, True)
         )
     assert rows == shown
-    passes = ["policy", "old policy", "reference", "micro-batches", "balance"]
+    passes = ["generation", "policy", "old policy", "reference", "micro-batches", "balance"]
     assert every == ["engine", *passes, "packing", "head", "first batch"]
 
 

@@ -30,6 +30,7 @@ WALL_CLOCK = (
     "steps_per_second",
     "tokens_per_second",
     "model_preparation_time",
+    *(f"seconds/{phase}" for phase in ("generation", "rewards", "passes", "training")),
 )
 
 

@@ -89,7 +89,8 @@ INTERNALS = {
     "transformers.configuration_utils:PreTrainedConfig": (
         "_attn_implementation _attn_implementation_internal _experts_implementation _name_or_path"
     ),
-    "transformers.generation.utils:GenerationMixin": "_get_logits_processor",
+    "transformers.cache_utils:Cache": "reorder_cache",
+    "transformers.generation.utils:GenerationMixin": "_get_logits_processor _get_stopping_criteria _prefill",
     "transformers.integrations.tensor_parallel": "ReplicatedWithGradAllReduce",
     "transformers.modeling_layers:GradientCheckpointingLayer": "_gradient_checkpointing_func",
     "transformers.modeling_utils:PreTrainedModel": (

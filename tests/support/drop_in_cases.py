@@ -240,7 +240,7 @@ def _grpo_table() -> Iterator[Case]:
 
 
 def _grpo(name: str, setup: str = "full", model: str = "tied", **config: Any) -> Case:
-    keys = ("fast", "steps", "learning_rate", "lora", "rollout", "rewards", "streaming")
+    keys = ("fast", "steps", "learning_rate", "lora", "rollout", "rewards", "streaming", "ours")
     kwargs = {key: config.pop(key) for key in keys if key in config}
     return Case(f"grpo-{name}", "grpo", setup, model, config, **{"learning_rate": 0.02, **kwargs})
 
@@ -353,6 +353,7 @@ GRPO_OPTIONS = [
         rollout="generate",
         use_transformers_continuous_batching=True,
         transformers_continuous_batching_config={"num_blocks": 64, "max_batch_tokens": 128},
+        ours={"keep_groups_together": False, "generate_fewer_rows": False},  # otherwise the samples are others
         **OFF_POLICY,
     ),
     _grpo("generation-lora", "lora", rollout="generate", beta=0.1, fast=False),

@@ -314,6 +314,7 @@ FIELDS = (
     _(STORING, 0.4, reference_store=lambda d: ("memory",) if d.get("precompute_ref_log_probs") else ("memory", "off")),
     _(DPO + GRPO, 0.2, max_tokens_per_micro_batch=(1, 30, 80)),
     _(GROUPED, 0.4, keep_groups_together=(False,)),
+    _(GROUPED, 0.1, generate_fewer_rows=(False,)),
     _(GROUPED, 0.1, zero_advantages_of_equal_rewards=(False,)),
 )
 

@@ -70,12 +70,15 @@ def _loss_types(case: Case) -> list[str]:
 CONDITIONS: dict[str, Callable[[Case, Situation], bool]] = {
     "always": lambda case, situation: True,
     "GRPO, RLOO": lambda case, situation: case.trainer in _GROUPED,
+    "GRPO, RLOO, training": lambda case, situation: case.trainer in _GROUPED and not situation.evaluation,
+    "GRPO, RLOO with `generate`": lambda case, situation: case.trainer in _GROUPED and case.rollout == "generate",
     "training, rows not scored": lambda case, situation: (
         case.trainer in _GROUPED and not situation.evaluation and situation.rows_not_scored
     ),
-    "vLLM correction": lambda case, situation: _corrects(case),
-    "vLLM correction, training": lambda case, situation: _corrects(case) and not situation.evaluation,
-    "vLLM correction, evaluation with masked completions or without vLLM's log-probs": (
+    "ratio to the sampler; RLOO with continuous batching": lambda case, situation: _corrects(case),
+    "ratio to the sampler": lambda case, situation: _corrects(case),
+    "ratio to the sampler, training": lambda case, situation: _corrects(case) and not situation.evaluation,
+    "ratio to the sampler, evaluation with masked completions or missing log-probs": (
         lambda case, situation: (
             _corrects(case)
             and situation.evaluation

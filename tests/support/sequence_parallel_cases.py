@@ -23,7 +23,7 @@ from trl_ext.distributed import sequence_parallel
 
 CP = ("fsdp2",)
 # Wall-clock times, and a count that is 0 under ZeRO-3
-NOT_COMPARED = ("runtime", "per_second", "step_time", "preparation_time", "total_flos")
+NOT_COMPARED = ("runtime", "per_second", "step_time", "preparation_time", "total_flos", "seconds/")
 
 
 class Seen(NamedTuple):

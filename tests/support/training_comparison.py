@@ -111,6 +111,8 @@ def metrics_differ(case: Case, ours: Record, stock: Record, counts: bool = True)
                 del counted["passes"]
             for what, count in counted.items():
                 got = got_log.get(f"{prefix}skipped/{what}", 0)
+                if what == "tokens":
+                    got += got_log.get(f"{prefix}skipped/generation_tokens", 0)
                 if got != count:
                     wrong.append(f"log {i} {prefix}skipped/{what}: ours {got!r}, counted by hooks {count}")
     return wrong

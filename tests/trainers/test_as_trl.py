@@ -150,7 +150,13 @@ FEATURES = {
 WITHOUT_EFFECT = {
     *("head", "head_chunk_size", "head_kernels", "padding_free", "share_prompts", "balance", "reference_device"),
     *("reference_store", "reference_store_dir", "max_tokens_per_micro_batch", "activation_offloading"),
-    *("zero_advantages_of_equal_rewards", "keep_groups_together", "force_on_policy_ratio", "sampler_check"),
+    *(
+        "generate_fewer_rows",
+        "zero_advantages_of_equal_rewards",
+        "keep_groups_together",
+        "force_on_policy_ratio",
+        "sampler_check",
+    ),
     *("sft_label_smoothing_convention", "dynamic_sampling_max_draws"),  # of a feature
 }
 

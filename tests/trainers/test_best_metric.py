@@ -119,9 +119,8 @@ def test_what_was_trained_is_saved_before_an_unknown_name_stops(
     scheduler: str, workshop: Workshop, tmp_path: Path
 ) -> None:
     bench = Bench(workshop, tmp_path)
-    with pytest.raises(
-        ValueError, match=r"^Unknown `metric_for_best_model` 'bleu'\. .* and resume from `checkpoint-1`"
-    ):
+    message = r"^Unknown `metric_for_best_model` 'bleu'\. .* and resume from `checkpoint-1`"
+    with pytest.raises(ValueError, match=message):
         train(bench, "sft", "bleu", subclass=sometimes, lr_scheduler_type=scheduler)
     saved = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint-1")
     weights = dict(bench.trainer.model.named_parameters())

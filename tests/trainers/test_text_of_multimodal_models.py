@@ -38,7 +38,7 @@ CASES = {
     "dpo-model": Case("dpo", "dpo"),
     "kto": Case("kto", "kto"),
     "grpo": Case("grpo", "grpo", "lora", config={"beta": 0.1}, lora=LORA),
-    "rloo": Case("rloo", "rloo", config={"beta": 0.0}),
+    "rloo": Case("rloo", "rloo", config={"beta": 0.0}, rollout="generate"),
 }
 FAST = {("qwen3_vl", "dpo"), ("qwen3_vl", "grpo"), ("gemma3-with-vision", "sft"), ("mistral3-with-vision", "rloo")}
 

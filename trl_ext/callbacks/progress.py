@@ -12,7 +12,12 @@ from transformers import ProgressCallback
 
 logger = logging.getLogger("trl_ext")
 
-_TOKENS = ("tokens_processed/with_gradient", "tokens_processed/without_gradient")
+_TOKENS = (
+    "tokens_processed/with_gradient",
+    "tokens_processed/without_gradient",
+    "tokens_processed/generation",
+)
+_SKIPPED = ("skipped/tokens", "skipped/generation_tokens")
 
 
 def show(message: str) -> None:
@@ -72,7 +77,7 @@ def throughput(logs: dict[str, float], seconds: float) -> str:
     It counts the tokens of all processes, and `seconds` include generation and optimizer. It is short, so that the bar
     still fits into 80 columns.
     """
-    skipped_tokens = logs.get("skipped/tokens", 0.0)
+    skipped_tokens = sum(logs.get(name, 0.0) for name in _SKIPPED)
     processed_tokens = sum(logs.get(name, 0.0) for name in _TOKENS)
     text = f"{tqdm.format_sizeof(processed_tokens / max(seconds, 1e-9))} tok/s"
     return f"{text}, skips {skipped_tokens / (skipped_tokens + processed_tokens):.0%}" if skipped_tokens > 0 else text

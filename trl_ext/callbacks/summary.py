@@ -11,6 +11,9 @@ from peft import PeftModel
 
 from .progress import show
 
+# What a step of GRPO or RLOO does beside training
+_OF_STEP = ("generation", "rewards", "passes")
+
 
 class PhaseTimes:
     """The seconds of each phase of a training, on the clock of this process. No device is waited for."""
@@ -19,6 +22,9 @@ class PhaseTimes:
         self.seconds: defaultdict[str, float] = defaultdict(float)
         self._in_phase = False
         self._begun = time.monotonic()
+        self._logged_step = 0
+        self._logged_at = self._begun
+        self._logged_seconds: dict[str, float] = {}
 
     @contextmanager
     def measured(self, phase: str) -> Iterator[None]:
@@ -33,6 +39,31 @@ class PhaseTimes:
         finally:
             self._in_phase = False
             self.seconds[phase] += time.monotonic() - begun
+
+    def steps_begin(self, step: int) -> None:
+        """Note that the optimizer step after `step` begins, the first one of this training."""
+        self._logged_step = step
+        self._mark_logged()
+
+    def take(self, step: int) -> dict[str, float]:
+        """Return the seconds of an optimizer step by phase since the last call, by their names in the logs.
+
+        Empty for a training without generation. A phase that did not run is absent.
+        """
+        steps = step - self._logged_step
+        if not steps or not self.seconds.keys() & {*_OF_STEP}:
+            return {}
+        new_seconds = {name: x - self._logged_seconds.get(name, 0.0) for name, x in self.seconds.items()}
+        elapsed = time.monotonic() - self._logged_at
+        phases = {name: new_seconds[name] for name in _OF_STEP if new_seconds.get(name)}
+        phases["training"] = elapsed - sum(new_seconds.values())
+        self._logged_step = step
+        self._mark_logged()
+        return {f"seconds/{name}": x / steps for name, x in phases.items()}
+
+    def _mark_logged(self) -> None:
+        self._logged_at = time.monotonic()
+        self._logged_seconds = dict(self.seconds)
 
     def line(self) -> str:
         """Return the time since this object was made, and that of each phase. The rest is steps and start-up."""
@@ -49,13 +80,13 @@ def tokens_line(processed: int, skipped: Counter[str], processes: int) -> str | 
 
     Args:
         processed (`int`): tokens of all passes and processes.
-        skipped (`Counter[str]`): `tokens` and `rows` of all processes, `passes` of each. A pass that checks stored
-            values counts as -1.
+        skipped (`Counter[str]`): `tokens`, `generation_tokens` and `rows` of all processes, `passes` of each. A pass
+            that checks stored values counts as -1.
     """
     if not processed:
         return None
     text = f"Processed {processed:,} tokens"
-    trl_tokens = processed + skipped["tokens"]
+    trl_tokens = processed + skipped["tokens"] + skipped["generation_tokens"]
     if trl_tokens != processed:
         share = 100 * processed / trl_tokens
         text += f", {share:{'.0f' if share >= 10 else '.2g'}} % of the {trl_tokens:,} that TRL would have processed"

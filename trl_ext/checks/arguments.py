@@ -253,7 +253,8 @@ def _check_clip_range(clip_range: Any) -> None:
 def _check_schedule(config: Any) -> None:
     """Raise `ValueError` for options of GRPO that its schedule does not allow, without a trainer."""
     circumstances = {"processes": 1, "bypasses_loss": False, "has_images": False}
-    check_options(SimpleNamespace(**vars(config), sampler_gives_log_probs=config.use_vllm, **circumstances))
+    gives_log_probs = config.use_vllm or config.use_transformers_continuous_batching
+    check_options(SimpleNamespace(**vars(config), sampler_gives_log_probs=gives_log_probs, **circumstances))
 
 
 def check_arguments_of(method: str, config: Any) -> None:

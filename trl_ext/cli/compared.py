@@ -98,8 +98,8 @@ class Meter(TrainerCallback):
             finally:
                 self._generates = outer
                 self._total.generation_seconds += now() - begun
-            ids = output if isinstance(output, torch.Tensor) else output.sequences
-            self.samples.append(hashlib.sha256(ids.cpu().numpy().tobytes()).hexdigest())
+            if isinstance(output, torch.Tensor):  # TRL's call, and not a check of the first generation
+                self.samples.append(hashlib.sha256(output.cpu().numpy().tobytes()).hexdigest())
             return output
 
         GenerationMixin.generate = generate

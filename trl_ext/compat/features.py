@@ -111,9 +111,23 @@ FEATURES = {
         {_CLASSES: "shuffle_dataset"},
         is_refused=True,
     ),
+    "fewer rows in generation": Feature(
+        "runs every copy of a prompt, and finished completions, in `generate`",
+        {
+            "transformers.generation.utils:GenerationMixin": "_prefill _get_stopping_criteria",
+            "transformers.generation.stopping_criteria:*": "*",
+            "transformers.cache_utils": "*",
+            "transformers.cache_utils:Cache": "*",
+            _CLASSES: "continuous_batching_config use_transformers_continuous_batching",
+        },
+        trainers="GRPOTrainer RLOOTrainer",
+    ),
     "sampling mask": Feature(
         "does not record which tokens `generate` can choose",
-        {"transformers.generation.*": "_get_logits_processor"},
+        {
+            "transformers.generation.*": "_get_logits_processor",
+            _CLASSES: "use_transformers_continuous_batching",
+        },
         trainers="GRPOTrainer",
     ),
     "entropy ties": Feature(

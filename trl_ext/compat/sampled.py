@@ -179,7 +179,12 @@ def metrics_set_aside(trainer: SampledInternals) -> AbstractContextManager[None]
 
 @contextmanager
 def loss_of_scores(
-    trainer: SampledInternals, model: Any, pass_outputs: tuple[Any, Any, Any], micro_batches: int = 1
+    trainer: SampledInternals,
+    model: Any,
+    pass_outputs: tuple[Any, Any, Any],
+    micro_batches: int = 1,
+    *,
+    corrects_for_sampler: bool = False,
 ) -> Iterator[None]:
     """Make TRL's loss read finished scores in the `with` block.
 
@@ -187,6 +192,7 @@ def loss_of_scores(
         pass_outputs (`tuple`): what TRL's loss gets from its pass of `model`, which does not run: log-probs, entropies,
             router loss.
         micro_batches (`int`): how many of TRL's micro-batches the rows are, for divisions by their number.
+        corrects_for_sampler (`bool`): whether the loss reads the ratio to the sampler, which TRL's does only with vLLM.
     """
     run_pass = getattr(trainer, PASS)
     is_used = False
@@ -199,7 +205,10 @@ def loss_of_scores(
             return pass_outputs
         return run_pass(called_model, *positional, **options)
 
-    with replaced(trainer, **{PASS: outputs_or_pass}), as_one_micro_batch(trainer, micro_batches):
+    members: dict[str, Any] = {PASS: outputs_or_pass}
+    if corrects_for_sampler:
+        members["use_vllm"] = True
+    with replaced(trainer, **members), as_one_micro_batch(trainer, micro_batches):
         yield
 
 
@@ -260,14 +269,26 @@ class Generation:
     Args:
         trainer_class (`type`): TRL's class.
         use_adapter (`Callable`): in place of TRL's context manager, which activates the reference's adapter.
+        run_turn (`Callable`): calls its first argument, TRL's `_generate_single_turn`, with the others.
+        continuing_turns (`Callable`): returns the context of all these calls for a generation batch.
         members (`Any`): members of the trainer to replace. TRL's `_generate` and `_calculate_rewards`, and what a
             subclass puts in their place, still find the trainer's own log-prob pass.
     """
 
-    def __init__(self, trainer: Any, trainer_class: Any, use_adapter: Callable[..., Any], **members: Any) -> None:
+    def __init__(
+        self,
+        trainer: Any,
+        trainer_class: Any,
+        use_adapter: Callable[..., Any],
+        run_turn: Callable[..., Any],
+        continuing_turns: Callable[[], AbstractContextManager[None]] = nullcontext,
+        **members: Any,
+    ) -> None:
         self.trainer = trainer
         self.trainer_class = trainer_class
         self.use_adapter = use_adapter
+        self.run_turn = run_turn
+        self.continuing_turns = continuing_turns
         self.members = members
         self.rewards: Any = None
         self._gave_nan: set[str] = set()
@@ -288,7 +309,7 @@ class Generation:
         agreed = trainer._ranks.agreed  # ranks that split one model must get the same completions
 
         def calculate_rewards(*positional: Any, **keywords: Any) -> torch.Tensor:
-            timed = trainer._phase_times.measured("reward functions")
+            timed = trainer._phase_times.measured("rewards")
             with timed, replaced(trainer, **{PASS: run_pass}), self._checked_rewards():
                 self.rewards = trl_calculate_rewards(*positional, **keywords)
             return self.rewards
@@ -298,11 +319,12 @@ class Generation:
             rollout_func = getattr(trainer, "rollout_func", None)  # RLOO has none
             if rollout_func is not None:
                 members_in_turn["rollout_func"] = checked_rollout(rollout_func)
-            with trainer._phase_times.measured("generation"), replaced(trainer, **members_in_turn):
+            timed = trainer._phase_times.measured("generation")
+            with timed, self.continuing_turns(), replaced(trainer, **members_in_turn):
                 return agreed(trl_generate(*positional, **keywords))
 
         def single_turn(prompt_ids: Any, *positional: Any, **keywords: Any) -> Any:
-            return agreed(trl_single_turn(agreed(prompt_ids), *positional, **keywords))
+            return agreed(self.run_turn(trl_single_turn, agreed(prompt_ids), *positional, **keywords))
 
         def enter_reference(*_: Any, **__: Any) -> Any:
             return trainer.reference_pass()
@@ -502,7 +524,11 @@ def as_one_micro_batch(trainer: SampledInternals, micro_batches: int) -> Iterato
         yield
 
 
-def without_passes(trainer: SampledInternals) -> Generation:
+def without_passes(
+    trainer: SampledInternals,
+    run_turn: Callable[..., Any],
+    continuing_turns: Callable[[], AbstractContextManager[None]],
+) -> Generation:
     """Return TRL's generation without its log-prob passes, which run later."""
 
     def no_pass(*_: Any, **__: Any) -> tuple[None, None, None]:
@@ -513,7 +539,7 @@ def without_passes(trainer: SampledInternals) -> Generation:
 
     # TRL's correction reads the log-probs of the pass, so ours follows the passes
     members = {PASS: no_pass, "vllm_importance_sampling_correction": False}
-    return Generation(trainer, trl.GRPOTrainer, no_adapter, **members)
+    return Generation(trainer, trl.GRPOTrainer, no_adapter, run_turn, continuing_turns, **members)
 
 
 def shuffled_then(

@@ -27,9 +27,11 @@ _OF_CODE = frozenset(
         "uncacheable",
     }
 )
-# Facts that follow from others or from the model's randomness, and a path, which may differ between nodes
+# Facts that follow from others or from the model's randomness, a path, which may differ between nodes, and the rows of
+# `generate`: other rows on some ranks change no collective
 _NOT_COMPARED = frozenset(
     {
+        "generation",
         "shares_prompts",
         "is_packed",
         "own_reference",

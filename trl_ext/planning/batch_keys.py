@@ -13,7 +13,7 @@ GRPO and RLOO:
 | `tool_mask` | (B, C) int64, 0 for tokens of a tool | TRL, with tools | `loss_mask`, the loss |
 | `advantages` | (B,) fp32; a subclass may give (B, C) | TRL; we set exact zeros | `live_tokens`, the loss |
 | `num_items_in_batch` | scalar int64 | TRL; `GRPOGeneration` after more draws | TRL's dapo, cispo, vespo |
-| `sampling_per_token_logps` | (B, C) fp32, NaN if unknown | vLLM or the `rollout_func` | `SamplerRatio` |
+| `sampling_per_token_logps` | (B, C) fp32, NaN if unknown | a sampler that gives them | `SamplerRatio` |
 | `old_per_token_logps` | (B, C) fp32 | TRL's passes, `score_as_trl` | `LossInputs`, the loss |
 | `old_policy_log_probs` | (B, C) fp32, 0 if not scored | `GRPOPasses`, `Buffer.store` | `LossInputs` |
 | `old_policy_scored` | (B, C) bool | together with `old_policy_log_probs` | `LossInputs` |

@@ -4,7 +4,7 @@ A row is dead if its gradient is zero: its advantage is 0 and nothing else sends
 token in the loss.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ..losses.loss_types import grpo_loss_type
@@ -15,6 +15,7 @@ from .sampled import (
     micro_batches_of_a_step,
     model_row_reason,
     order_reason,
+    plan_generation,
     plan_order,
     plan_reference_pass,
     reader_of,
@@ -80,6 +81,11 @@ class GRPOPlan(Plan):
     merges: bool  # micro-batches of an optimizer step run together, in parts of at most `max_tokens_per_micro_batch`
     keeps_sampling_mask: bool  # log-probs are normalised over the tokens that the sampler could choose
 
+    @property
+    def reads_sampler_log_probs(self) -> bool:
+        """Whether the loss reads the log-probs of the sampler."""
+        return self.facts.sampler_ratio is not None or self.facts.trust_sampling_log_probs
+
 
 def plan_grpo(facts: GRPOFacts) -> GRPOPlan:
     """Return the plan of a GRPO trainer.
@@ -88,6 +94,10 @@ def plan_grpo(facts: GRPOFacts) -> GRPOPlan:
         `ValueError`: the schedule, the sampler or the loss does not support an option.
     """
     check_options(facts)
+    if facts.generation.keeps_log_probs and not _corrects_for_continuous_batching(facts):
+        facts = replace(facts, sampler_ratio=None)
+    # A trusted sampler is the old policy, so that the ratio is 1
+    corrects = facts.sampler_ratio is not None and not facts.trust_sampling_log_probs
     loss_type = grpo_loss_type(facts.loss_type)
     skips_zero_advantages = _zero_advantage_reason(facts) is None
     misaligned = facts.gradient_accumulation_steps % (facts.steps_per_generation * facts.num_iterations) != 0
@@ -107,6 +117,7 @@ def plan_grpo(facts: GRPOFacts) -> GRPOPlan:
         )
     return GRPOPlan(
         decisions=(
+            plan_generation(facts, corrects_for_sampler=corrects),
             _policy(facts, keeps_mask),
             _old_policy(facts, misaligned),
             plan_reference_pass(facts),
@@ -121,7 +132,7 @@ def plan_grpo(facts: GRPOFacts) -> GRPOPlan:
         of_sequences=facts.importance_sampling_level == "sequence" and not loss_type.reads_token_ratios,
         bounds_ratio=loss_type.bounds_ratio and not facts.has_own_loss,
         loss_runs_passes=facts.has_own_loss or _has_unknown_loss(facts),
-        trl_scores_old_policy=misaligned or facts.sampler_ratio is not None,
+        trl_scores_old_policy=_trl_scores_old_policy(facts, misaligned),
         scores_at_generation=facts.generation_reader is not None or _draws(facts),
         gives_trls_batches=_reader(facts) is not None or _draws(facts),
         keeps_groups_together=micro_batches.action == "run",
@@ -146,8 +157,9 @@ def check_options(facts: Any) -> None:
         )
     if facts.trust_sampling_log_probs and not facts.sampler_gives_log_probs:
         raise ValueError(
-            "`trust_sampling_log_probs=True` uses the sampler's log-probs as the old policy's, but neither vLLM "
-            "(`use_vllm=True`) nor a `rollout_func` provides them. Leave `trust_sampling_log_probs` off."
+            "`trust_sampling_log_probs=True` uses the sampler's log-probs as the old policy's, but `generate` "
+            "returns none. Sample with vLLM (`use_vllm=True`), continuous batching ("
+            "`use_transformers_continuous_batching=True`) or a `rollout_func`, or leave `trust_sampling_log_probs` off."
         )
     if facts.trust_sampling_log_probs and facts.bypasses_loss:
         raise ValueError(
@@ -247,6 +259,24 @@ def _policy(facts: GRPOFacts, keeps_mask: bool) -> Decision:
     return Decision("policy", "run", rows)
 
 
+def _trl_scores_old_policy(facts: GRPOFacts, misaligned: bool) -> bool:
+    # TRL does not correct for continuous batching
+    return misaligned or (facts.sampler_ratio is not None and not facts.generation.keeps_log_probs)
+
+
+def _corrects_for_continuous_batching(facts: GRPOFacts) -> bool:
+    """Return whether the loss corrects for continuous batching. TRL's does not, so only where it costs no pass."""
+    rule = facts.sampler_ratio
+    return rule is not None and not (
+        (facts.loss_type == "vespo" and rule.mode.startswith("sequence"))  # an error with vLLM
+        or facts.has_own_pass
+        or facts.has_own_loss
+        or facts.overridden_below is not None
+        or _reader(facts) is not None
+        or _draws(facts)
+    )
+
+
 def _old_policy(facts: GRPOFacts, misaligned: bool) -> Decision:
     if facts.trust_sampling_log_probs:
         reason = (
@@ -254,7 +284,7 @@ def _old_policy(facts: GRPOFacts, misaligned: bool) -> Decision:
             "the difference between the two biases the ratio."
         )
         return Decision("old policy", "skip", reason)
-    trl_scores = misaligned or facts.sampler_ratio is not None
+    trl_scores = _trl_scores_old_policy(facts, misaligned)
     aligned = "as in TRL, because generation and optimizer steps are aligned."
     if facts.bypasses_loss and not trl_scores:
         return Decision("old policy", "skip", f"Not needed, {aligned}", routine=True)

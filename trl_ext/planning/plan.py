@@ -18,7 +18,9 @@ _WIDTH, _WIDEST = 80, 100  # columns of the table without a terminal, and the mo
 class Decision:
     """What happens to one pass, and why."""
 
-    name: str  # "policy", "old policy", "reference", "micro-batches", "packing", "engine", "head", "first batch"
+    # "engine", "generation", "policy", "old policy", "reference", "micro-batches", "balance", "packing", "head", or
+    # "first batch"
+    name: str
     action: Action  # "reuse": existing values; "skip": nothing needs them
     reason: str  # for the user
     routine: bool = False  # as in TRL, or nothing that a user must know: only the verbose table has it

@@ -7,6 +7,7 @@ from .sampled import (
     SampledFacts,
     model_row_reason,
     order_reason,
+    plan_generation,
     plan_order,
     plan_reference_pass,
     reader_of,
@@ -17,6 +18,7 @@ from .sampled import (
 class RLOOFacts(SampledFacts):
     """What is known about a run when its plan is made."""
 
+    samples_policy: bool  # completions are drawn from the policy's distribution, as far as arguments say
     own_loss: str | None  # an overridden method that computes the loss, or a `compute_loss` that does not call ours
 
 
@@ -30,6 +32,11 @@ class RLOOPlan(Plan):
     skips_masked: bool
     skips_zero_advantages: bool
     keeps_groups_together: bool
+
+    @property
+    def reads_sampler_log_probs(self) -> bool:
+        """Whether the log-probs of continuous batching are compared with the policy's. The loss does not read them."""
+        return self.facts.samples_policy and self.facts.randomness is None
 
     @property
     def zeroes_equal_rewards(self) -> bool:
@@ -48,6 +55,7 @@ def plan_rloo(facts: RLOOFacts) -> RLOOPlan:
         policy = f"Every completion is processed, zero-advantage and fully masked ones too: {all_rows_reason}."
     return RLOOPlan(
         decisions=(
+            plan_generation(facts),
             Decision("policy", "run", policy),
             _old_policy(old_policy_reason),
             plan_reference_pass(facts),

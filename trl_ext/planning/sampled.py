@@ -6,6 +6,18 @@ from typing import Any
 
 from .plan import Decision, Facts
 
+GENERATE = "`generate`"
+CONTINUOUS_BATCHING = "transformers' continuous batching"
+
+
+@dataclass(frozen=True)
+class GenerateFacts:
+    """What samples the completions."""
+
+    sampler: str  # `GENERATE`, `CONTINUOUS_BATCHING`, or another, for the user
+    all_rows_reason: str | None = None  # why transformers runs each copy of a prompt, apart from randomness
+    keeps_log_probs: bool = False  # those of continuous batching
+
 
 @dataclass(frozen=True, kw_only=True)
 class SampledFacts(Facts):
@@ -18,6 +30,7 @@ class SampledFacts(Facts):
     keep_groups_together: bool | None
     zero_advantages_of_equal_rewards: bool
     epoch_is_known: bool  # the training data has a length
+    generation: GenerateFacts
     own_reference: str | None  # which weights of a PEFT policy are the reference; None: a separate model
     # The model
     has_images: bool  # batches can hold images, which are not split by row
@@ -60,6 +73,31 @@ def model_row_reason(facts: SampledFacts) -> str | None:
     if facts.trains_expert_modules:
         return "in TRL, an expert that only such completions reach has a gradient of 0, instead of none"
     return None
+
+
+def plan_generation(facts: SampledFacts, *, corrects_for_sampler: bool = False) -> Decision:
+    """Return the decision on what transformers runs to sample.
+
+    Args:
+        corrects_for_sampler (`bool`): whether the sampler's log-probs enter the loss.
+    """
+    generation = facts.generation
+    if generation.keeps_log_probs:
+        requests = "Transformers' continuous batching gets each distinct prompt once."
+        if generation.all_rows_reason is not None:
+            requests = f"Transformers' continuous batching gets each copy of a prompt: {generation.all_rows_reason}."
+        if corrects_for_sampler:
+            ratio = "the ratio of the old policy to its log-probs"
+            requests += f" The loss is multiplied by {ratio} (`vllm_importance_sampling_correction`)."
+        return Decision("generation", "run", requests)
+    if generation.sampler != GENERATE:
+        return Decision("generation", "run", f"Completions come from {generation.sampler}.", routine=True)
+    reason = generation.all_rows_reason or facts.randomness
+    if reason is not None:
+        all_rows = f"`generate` runs every copy of a prompt, and finished completions, as in TRL: {reason}."
+        return Decision("generation", "run", all_rows)
+    fewer_rows = "`generate` runs each distinct prompt once, and no finished completions. The draws are TRL's."
+    return Decision("generation", "run", fewer_rows)
 
 
 def plan_reference_pass(facts: SampledFacts) -> Decision:
@@ -125,3 +163,23 @@ def micro_batches_of_a_step(args: Any) -> int:
     `args` is TRL's config, or `SampledFacts`.
     """
     return math.gcd(args.steps_per_generation, args.gradient_accumulation_steps)
+
+
+def samples_policy(args: Any) -> bool:
+    """Return whether no argument makes the sampler's distribution another than the policy's."""
+    return args.repetition_penalty == 1.0 and not args.generation_kwargs and not truncated_sampling(args)
+
+
+def sampling_values(args: Any) -> dict[str, float]:
+    """Return the values of `top_p`, `top_k` and `min_p` that the sampler gets."""
+    untruncated = {"top_p": 1.0, "top_k": 0, "min_p": 0.0}
+    # `generation_kwargs` override the arguments
+    overrides = args.generation_kwargs or {}
+    return {name: overrides.get(name, getattr(args, name)) or value for name, value in untruncated.items()}
+
+
+def truncated_sampling(args: Any) -> tuple[str, ...]:
+    """Return the arguments, as "name=value", that truncate the distribution of sampled tokens."""
+    values = sampling_values(args)
+    truncates = {"top_p": values["top_p"] < 1.0, "top_k": values["top_k"] > 0, "min_p": values["min_p"] > 0.0}
+    return tuple(f"{name}={values[name]}" for name, is_on in truncates.items() if is_on)

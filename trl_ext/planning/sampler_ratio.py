@@ -1,4 +1,4 @@
-"""The importance ratio of the old policy to the sampler that drew the completions (vLLM), and its metrics.
+"""The importance ratio of the old policy to the sampler that drew the completions, and its metrics.
 
 The sampler's log-probs differ from the training model's because of kernels and precision. TRL multiplies the loss by
 the ratio of the two, truncated or masked (TRL's documentation: "Truncated Importance Sampling" and "Masked Importance
@@ -123,7 +123,11 @@ def sampler_metrics(statistics: Tensor) -> dict[str, float]:
     return metrics
 
 
-def largest_difference(statistics: Tensor) -> float:
-    """Return the largest mean difference of the log-probs on a rank, from what `sampler_metrics` takes."""
+def largest_difference(statistics: Tensor) -> float | None:
+    """Return the largest mean difference of the log-probs on a rank, from what `sampler_metrics` takes.
+
+    `None` if no rank has scored a token that has both.
+    """
     sums, _, _, counts = statistics[:, _VALUES.index("difference")].unbind(dim=1)
-    return float((sums / counts)[counts > 0].amax())
+    means = (sums / counts)[counts > 0]
+    return float(means.amax()) if len(means) else None

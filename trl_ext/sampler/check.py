@@ -1,4 +1,4 @@
-"""The check that vLLM samples from the policy: its log-probs must stay as close to the trainer's as they were."""
+"""The check that completions are samples of the policy: the sampler's log-probs stay as close to its own as before."""
 
 import logging
 import math
@@ -29,7 +29,6 @@ class Trainer(Protocol):
     args: Any
     model: Any
     state: Any
-    rollout_func: Any
 
 
 class SamplerCheck:
@@ -56,8 +55,8 @@ class SamplerCheck:
             `RuntimeError`: the difference is not rounding, and `sampler_check` is "stop".
         """
         action = getattr(self.trainer.args, "sampler_check", "warn")
-        generation = getattr(self.trainer, "vllm_generation", None)
-        if self._reported or action == "off" or generation is None or self.trainer.rollout_func is not None:
+        generation = getattr(self.trainer, "vllm_generation", None)  # None: continuous batching
+        if self._reported or action == "off" or getattr(self.trainer, "rollout_func", None) is not None:
             return
         if not math.isfinite(difference):
             return
@@ -87,7 +86,7 @@ class SamplerCheck:
 
     def _stale_weights(self, generation: Any) -> list[str] | None:
         """Return the parameters that vLLM holds with other values than the policy, on any rank; `None` if unknown."""
-        names = generation.stale_weights()
+        names = None if generation is None else generation.stale_weights()
         if names is None:
             return None
         return [name for name in dict.fromkeys(gather_object(names)) if name not in self._never_equal]
@@ -96,11 +95,16 @@ class SamplerCheck:
         """Return the largest difference that rounding can explain, before there is another to compare with."""
         trainer = self.trainer
         computes_fp32 = trainer.accelerator.mixed_precision == "no" and trainer.model.dtype == torch.float32
-        return _MOST_OF_FP32 if computes_fp32 and generation.dtype == torch.float32 else _MOST
+        samples_in_fp32 = generation is None or generation.dtype == torch.float32
+        return _MOST_OF_FP32 if computes_fp32 and samples_in_fp32 else _MOST
 
     def _message(self, stale: list[str] | None, difference: float, sampled_at: int) -> str:
+        is_vllm = getattr(self.trainer, "vllm_generation", None) is not None
+        sampler = "vLLM" if is_vllm else "continuous batching"
         usual = f"At first, the difference was {median(self._first):.1e}. " if self._first else ""
-        if stale is None:
+        if not is_vllm:
+            finding = "Look for code that copies or replaces the model before it generates."
+        elif stale is None:
             finding = "The weights that vLLM holds cannot be read here."
         elif stale:
             finding = f"vLLM has other weights than the policy: {', '.join(stale[:5])}"
@@ -111,6 +115,6 @@ class SamplerCheck:
                 "options."
             )
         return (
-            f"Completions are not samples of the policy: since step {sampled_at}, vLLM's log-probs differ from the "
-            f"policy's by {difference:.1e} per token. {usual}{finding} (`sampler_check`)"
+            f"Completions are not samples of the policy: since step {sampled_at}, {sampler}'s log-probs differ "
+            f"from the policy's by {difference:.1e} per token. {usual}{finding} (`sampler_check`)"
         )

@@ -5,6 +5,8 @@ Dimensions: B completions, C steps, K ids of a completion, E pairs of a step of 
 
 import logging
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -22,11 +24,28 @@ class SamplingMaskRecorder:
     def __init__(self) -> None:
         self._entries: list[Tensor] = []
         self._steps = 0
+        self._is_paused = False
         self._lengths: list[int] = []
         self.missing_probability = 0.0  # the largest probability of a step's allowed tokens that vLLM did not return
 
+    def clear(self) -> None:
+        """Forget what was recorded, because `generate` begins again."""
+        self._entries = []
+        self._steps = 0
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Record nothing in the `with` block."""
+        self._is_paused = True
+        try:
+            yield
+        finally:
+            self._is_paused = False
+
     def record(self, _: Tensor, scores_BV: Tensor) -> Tensor:
         """Note the finite scores of one step of transformers' `generate`; waits for the device. Returns the scores."""
+        if self._is_paused:
+            return scores_BV
         allowed_BV = scores_BV > -torch.inf
         allowed_BV &= ~allowed_BV.all(dim=1, keepdim=True)  # a token without ids may be any
         completion_E, id_E = allowed_BV.nonzero().unbind(1)

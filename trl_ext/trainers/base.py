@@ -623,6 +623,8 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
         if self._step_begins:
             self._seen_in_policy.clear()
             self._step_begins = False
+            if not self._in_steps:
+                self._phase_times.steps_begin(self.state.global_step)
             self._in_steps = True
             self._agree()
             self._follow_changes()
@@ -756,13 +758,15 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
         )
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Log as TRL does, and add `skipped/*`, `tokens_processed/*` and `head/*`: totals of all ranks.
+        """Log as TRL does. Add `skipped/*`, `tokens_processed/*` and `head/*`, totals of all ranks, and `seconds/*`.
 
         If there are several evaluation sets, the metrics of each are also logged with its name.
         """
         mode = "train" if self.model.training else "eval"
         prefix = "" if self.model.training else "eval_"
         totals = self.skip_counts.take(mode) | self.token_counts.take(mode)
+        if self.model.training:
+            totals |= self._phase_times.take(self.state.global_step)
         logs.update({f"{prefix}{name}": value for name, value in totals.items()})
         if self._evaluated.startswith("eval_"):
             # TRL names its metrics alike for each of several sets, so that those of the last one replace the others

@@ -49,6 +49,12 @@ class TokenCounts:
         if mode == "train":
             self.of_training += with_gradient + without_gradient
 
+    def add_generation(self, mode: str, tokens: int, checks: int) -> None:
+        """Add the tokens that the model ran in one call of `generate`, and in its check."""
+        self._totals[mode].update({"tokens_processed/generation": tokens, "tokens_processed/checks": checks})
+        if mode == "train":
+            self.of_training += tokens
+
     def take(self, mode: str) -> dict[str, float]:
         """Return the totals by their names in the logs, without those that are zero."""
         return {name: float(count) for name, count in self._totals.pop(mode, {}).items() if count}

@@ -25,9 +25,10 @@ from ..planning.batch_keys import has_old_policy, prompt_of
 from ..planning.grpo import GRPOFacts, GRPOPlan, plan_grpo
 from ..planning.loss_inputs import LossInputs, not_finite_in
 from ..planning.rows import all_tokens
+from ..planning.sampled import GenerateFacts, samples_policy, truncated_sampling
 from ..planning.sampler_ratio import RatioRule
 from .base import ExactTrainer
-from .grpo_generation import GRPOGeneration, truncated_sampling
+from .grpo_generation import GRPOGeneration
 from .grpo_passes import GRPOPasses
 from .part_training import PartTraining
 from .sampled_facts import facts_of
@@ -121,27 +122,35 @@ class GRPOTrainer(ExactTrainer, trl.GRPOTrainer):
 
     def _make_plan(self) -> GRPOPlan:
         truncated = truncated_sampling(self.args)
-        rule = None
-        if self.use_vllm and self.vllm_importance_sampling_correction:
-            rule = RatioRule(
-                self.vllm_importance_sampling_mode,
-                self.vllm_importance_sampling_clip_min,
-                self.vllm_importance_sampling_clip_max,
-            )
+        generation = self._grpo_generation.fewer_rows.facts()
         facts = facts_of(
             self,
             GRPOFacts,
+            generation=generation,
             processes=self.accelerator.num_processes,
             has_images=bool(self._is_vlm),
             has_entropy_bonus=bool(self._entropy_bonus_enabled),
-            sampler_ratio=rule,
-            sampler_gives_log_probs=self.use_vllm or self.rollout_func is not None,
+            sampler_ratio=self._ratio_rule(generation),
+            sampler_gives_log_probs=self.use_vllm or self.rollout_func is not None or generation.keeps_log_probs,
             truncated_sampling=truncated,
             unknown_mask=self._unknown_mask_reason() if truncated else None,
             bypasses_loss=self._bypasses_loss,
             has_own_loss=internals.overridden_loss(self) is not None or self._bypasses_loss,
         )
         return plan_grpo(facts)
+
+    def _ratio_rule(self, generation: GenerateFacts) -> RatioRule | None:
+        """Return how TRL's loss corrects for the sampler: for vLLM, and in trl_ext also for continuous batching."""
+        has_log_probs = self.use_vllm or (generation.keeps_log_probs and samples_policy(self.args))
+        if not has_log_probs or self._features.why_off("vLLM"):
+            return None
+        if not self.vllm_importance_sampling_correction:
+            return None
+        return RatioRule(
+            self.vllm_importance_sampling_mode,
+            self.vllm_importance_sampling_clip_min,
+            self.vllm_importance_sampling_clip_max,
+        )
 
     def _unknown_mask_reason(self) -> str | None:
         is_asked = AddedGRPOFields.of(self.args).keep_sampling_mask
@@ -232,7 +241,8 @@ class GRPOTrainer(ExactTrainer, trl.GRPOTrainer):
 
         def trl_loss(loss_inputs: LossInputs) -> Tensor:
             trl_batch, pass_outputs = loss_inputs.for_trl(batch)
-            with internals.loss_of_scores(self, model, pass_outputs, micro_batches):
+            corrects = self.plan.facts.sampler_ratio is not None
+            with internals.loss_of_scores(self, model, pass_outputs, micro_batches, corrects_for_sampler=corrects):
                 loss: Tensor = super(GRPOTrainer, self).compute_loss(
                     model, trl_batch, return_outputs, num_items_in_batch
                 )

@@ -17,7 +17,9 @@ from ..planning.batch_keys import SAMPLING_MASK_KEYS, TOKEN_KEYS, has_old_policy
 from ..planning.dynamic_sampling import FurtherPrompts, dead_groups, with_live_groups
 from ..planning.micro_batches import StepRows
 from ..planning.rows import loss_mask, padded_tokens
+from ..planning.sampled import sampling_values
 from ..sampler.sampling_mask import SamplingMaskRecorder, log_probs_to_ask, warn_of_missing
+from .generate_rows import FewerRows
 from .generation_checkpoints import GenerationCheckpoints
 from .grpo_passes import GRPOPasses
 from .row_balance import RowBalance
@@ -41,7 +43,8 @@ class GRPOGeneration:
         self.passes = passes
         self.buffer = buffer
         self.balance = balance
-        self._trl = internals.without_passes(trainer)
+        self.fewer_rows = FewerRows(trainer, ranks)
+        self._trl = internals.without_passes(trainer, self.fewer_rows.run_turn, self.fewer_rows.continuing_turns)
         self._checkpoints = GenerationCheckpoints(trainer, ranks, buffer)
         self._further: FurtherPrompts | None = None
         self._fills_buffer = False
@@ -58,6 +61,7 @@ class GRPOGeneration:
             equal_B = self._equal_rewards(batch)
             if trainer.plan.facts.max_draws > 1:
                 batch = self._without_dead_groups(batch, equal_B)
+        self.fewer_rows.record()
         self._score(batch)
         # The user's functions may have drawn random numbers, and TRL shuffles next
         self.ranks.share_random_state()
@@ -94,8 +98,12 @@ class GRPOGeneration:
         mask = SamplingMaskRecorder()
         top_k = int(sampling_values(trainer.args)["top_k"])
         log_probs = log_probs_to_ask(top_k, self._most_log_probs) if trainer.use_vllm else None
-        with internals.sampling_recorded(trainer, mask, log_probs):
-            batch = self._draw_alike(inputs)
+        self.fewer_rows.recorder = mask
+        try:
+            with internals.sampling_recorded(trainer, mask, log_probs):
+                batch = self._draw_alike(inputs)
+        finally:
+            self.fewer_rows.recorder = None
         warn_of_missing(mask, top_k)
         completions = batch["completion_ids"]
         values = self.ranks.agreed(mask.entries(completions.size(1), completions.device))
@@ -279,18 +287,3 @@ class GRPOGeneration:
         self.buffer.continue_at(saved_generation.micro_batch, slices)
         self.buffer.sampled_at_step = saved_generation.sampled_at_step
         self._further = self._further_after(saved_generation.further_prompts)
-
-
-def sampling_values(args: Any) -> dict[str, float]:
-    """Return the values of `top_p`, `top_k` and `min_p` that the sampler gets."""
-    untruncated = {"top_p": 1.0, "top_k": 0, "min_p": 0.0}
-    # `generation_kwargs` override the arguments
-    overrides = args.generation_kwargs or {}
-    return {name: overrides.get(name, getattr(args, name)) or value for name, value in untruncated.items()}
-
-
-def truncated_sampling(args: Any) -> tuple[str, ...]:
-    """Return the arguments, as "name=value", that truncate the distribution of sampled tokens."""
-    values = sampling_values(args)
-    truncates = {"top_p": values["top_p"] < 1.0, "top_k": values["top_k"] > 0, "min_p": values["min_p"] > 0.0}
-    return tuple(f"{name}={values[name]}" for name, is_on in truncates.items() if is_on)

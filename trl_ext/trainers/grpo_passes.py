@@ -225,11 +225,12 @@ class GRPOPasses(SampledPasses[GRPOPlan]):
         """Return log-probs `(R, C)` of old policy or reference, in as many forwards as the policy's pass takes."""
         self.metrics.count_padding(batch)
         budget = self._plan.facts.max_tokens_per_micro_batch
-        if budget is not None and self.trainer.model.training:
-            parts = self._parts(batch, scored_tokens, budget)
-            return parts.join([self._forward(model, batch, part)[0] for part in parts])
-        self.metrics.skipped_tokens += scored_tokens.skipped_tokens(batch)
-        log_probs_RC: Tensor = self._forward(model, batch, scored_tokens)[0]
+        with self.trainer._phase_times.measured("passes"):
+            if budget is not None and self.trainer.model.training:
+                parts = self._parts(batch, scored_tokens, budget)
+                return parts.join([self._forward(model, batch, part)[0] for part in parts])
+            self.metrics.skipped_tokens += scored_tokens.skipped_tokens(batch)
+            log_probs_RC: Tensor = self._forward(model, batch, scored_tokens)[0]
         return log_probs_RC
 
     # All rows and tokens, as code of the user may read them
@@ -262,7 +263,8 @@ class GRPOPasses(SampledPasses[GRPOPlan]):
         chunk_size = trainer.args.per_device_eval_batch_size
         if trainer.model.training:
             chunk_size = trainer.args.per_device_train_batch_size
-        log_probs_BC: Tensor = self._forward(model, batch, scored_tokens, batch_size=chunk_size)[0]
+        with trainer._phase_times.measured("passes"):
+            log_probs_BC: Tensor = self._forward(model, batch, scored_tokens, batch_size=chunk_size)[0]
         return log_probs_BC
 
     def _sampling_mask(self, batch: Batch) -> tuple[Tensor, ...]:

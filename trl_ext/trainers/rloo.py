@@ -24,7 +24,9 @@ from ..planning.loss_inputs import RLOOLossInputs, not_finite_in
 from ..planning.micro_batches import StepRows
 from ..planning.rloo import RLOOFacts, RLOOPlan, plan_rloo
 from ..planning.rows import all_tokens
+from ..planning.sampled import samples_policy
 from .base import ExactTrainer
+from .generate_rows import FewerRows
 from .generation_checkpoints import GenerationCheckpoints
 from .sampled_batches import check_rewards_of_first_step, equal_rewards, micro_batches_of_a_step
 from .sampled_facts import facts_of
@@ -59,8 +61,12 @@ class RLOOTrainer(ExactTrainer, trl.RLOOTrainer):
         self._buffer = internals.Buffer(self)
         self._sampled_metrics = SampledMetrics(self, self._ranks, self._scorer, self._buffer)
         self._passes: SampledPasses[RLOOPlan] = SampledPasses(self, self._sampled_metrics)
+        self._fewer_rows = FewerRows(self, self._ranks)
         self._generation = internals.Generation(
-            self, trl.RLOOTrainer, lambda *_, **__: self._reference_weights.entered()
+            self,
+            trl.RLOOTrainer,
+            lambda *_, **__: self._reference_weights.entered(),
+            self._fewer_rows.run_turn,
         )
         self._generation_checkpoints = GenerationCheckpoints(self, self._ranks, self._buffer)
         self._checkpoints.parts.append(self._generation_checkpoints.save)
@@ -92,11 +98,14 @@ class RLOOTrainer(ExactTrainer, trl.RLOOTrainer):
             self,
             RLOOFacts,
             has_images=isinstance(self.processing_class, ProcessorMixin),
+            generation=self._fewer_rows.facts(),
+            samples_policy=samples_policy(self.args),
             own_loss=internals.overridden_loss(self) or ("compute_loss" if self._bypasses_loss else None),
         )
         return plan_rloo(facts)
 
     def _before_training(self) -> None:
+        self._buffer.sampled_at_step = -1
         if not self._replaces("sampler"):
             check_enough_prompts(self.train_dataset, self.args.generation_batch_size, self.args.num_generations)
 
@@ -131,6 +140,12 @@ class RLOOTrainer(ExactTrainer, trl.RLOOTrainer):
         plan = self.plan
         members: dict[str, Any] = {PASS: _no_pass} if plan.reuses_old_policy else {}
         batch = self._generation.draw(inputs, **members)
+        self._fewer_rows.record()
+        log_probs = self._fewer_rows.continuous.take_log_probs(batch)
+        if log_probs is not None:
+            batch["sampling_per_token_logps"] = log_probs
+        if self.model.training:
+            self._buffer.sampled_at_step = self.state.global_step
         rewards_BF = self._generation.rewards
         if plan.reuses_old_policy:
             del batch["old_logps"]  # the loss gets them from the policy's pass
@@ -163,7 +178,9 @@ class RLOOTrainer(ExactTrainer, trl.RLOOTrainer):
         if PASS not in self._overridden_below:  # else it may read the model's attributes, or its logits
             model = partial(model, head_outputs=("log_probs", "entropy")[: 1 + compute_entropy])
         run_pass = super()._get_per_token_logps_and_entropies
-        return run_pass(model, input_ids, attention_mask, logits_to_keep, batch_size, compute_entropy, **options)
+        timed = nullcontext() if torch.is_grad_enabled() else self._phase_times.measured("passes")
+        with timed:
+            return run_pass(model, input_ids, attention_mask, logits_to_keep, batch_size, compute_entropy, **options)
 
     # Training
 
@@ -189,7 +206,7 @@ class RLOOTrainer(ExactTrainer, trl.RLOOTrainer):
         batch.update(loss_inputs.entries_for_reuse)
         if loss_inputs.is_old_policy:
             self._sampled_metrics.count_skipped_pass(batch)
-        self._sampled_metrics.record_rloo(loss_inputs)
+        self._sampled_metrics.record_rloo(batch, loss_inputs)
         self._non_finite.watch(loss, partial(loss_inputs.not_finite, batch), partial(prompt_of, batch))
         return loss
 

@@ -14,11 +14,18 @@ from ..losses.loss_types import METRICS_OF_ROWS
 from ..planning.batch_keys import sampler_log_probs
 from ..planning.loss_inputs import LossInputs, RLOOLossInputs, SampledLossInputs
 from ..planning.rows import loss_mask, padded_tokens
-from ..planning.sampler_ratio import TRL_SAMPLER_METRICS, SamplerRatio, largest_difference, sampler_metrics
+from ..planning.sampler_ratio import (
+    TRL_SAMPLER_METRICS,
+    RatioRule,
+    SamplerRatio,
+    largest_difference,
+    sampler_metrics,
+)
 from ..sampler.check import SamplerCheck
 from ..scoring.scorer import Scorer
 
-_DIFFERENCE = "sampling/sampling_logp_difference/mean"
+# RLOO has no ratio to the sampler in its loss
+_UNBOUNDED = RatioRule("token_truncate", lowest=None, highest=None)
 
 
 @dataclass(frozen=True)
@@ -108,11 +115,17 @@ class SampledMetrics:
         if loss_inputs.sampler_ratio is not None:
             self.record_sampler_ratio(loss_inputs.sampler_ratio)
 
-    def record_rloo(self, loss_inputs: RLOOLossInputs) -> None:
+    def record_rloo(self, batch: dict[str, Any], loss_inputs: RLOOLossInputs) -> None:
         """Record a micro-batch of RLOO, after TRL's loss has logged its metrics: means over the rows that ran."""
         totals = self._record(loss_inputs)
         if self.trainer.model.training and not totals.scored_tokens:
             internals.replace_latest(internals.mode_metrics(self.trainer), "entropy", None)
+        training = self.trainer.model.training
+        samples_are_of_policy = not training or self.buffer.sampled_at_step == self.trainer.state.global_step
+        if samples_are_of_policy and "sampling_per_token_logps" in batch:
+            self._record_mismatch(
+                loss_inputs.policy_BC.detach(), sampler_log_probs(batch), loss_inputs.scored_tokens.tokens_BC
+            )
 
     def record_subclass_loss(self) -> None:
         """Record a micro-batch whose loss a subclass computes, with passes of its own."""
@@ -163,9 +176,24 @@ class SampledMetrics:
         for name, value in metrics.items():
             if not (logged_by_trl and name in TRL_SAMPLER_METRICS):
                 internals.mode_metrics(trainer)[name].append(value)
-        # Truncation, a repetition penalty and random draws make the log-probs differ even if the weights are the same
         is_truncated = bool(plan.facts.truncated_sampling) and not plan.keeps_sampling_mask
+        self._check_sampler(statistics, is_truncated=is_truncated)
+
+    def _record_mismatch(self, policy_BC: Tensor, sampler_BC: Tensor, tokens_BC: Tensor) -> None:
+        """Log how far the sampler's log-probs are from the policy's, and check that it has the policy's weights."""
+        ratio = SamplerRatio.of(policy_BC, sampler_BC, tokens_BC, _UNBOUNDED)
+        statistics: Tensor = self.ranks.accelerator.gather(ratio.statistics().unsqueeze(0))
+        for name, value in sampler_metrics(statistics).items():
+            if "ratio" not in name:  # none enters the loss
+                internals.mode_metrics(self.trainer)[name].append(value)
+        self._check_sampler(statistics, is_truncated=False)
+
+    def _check_sampler(self, statistics: Tensor, *, is_truncated: bool) -> None:
+        """Check the sampler's log-probs, from the `SamplerRatio.statistics` of each rank."""
+        trainer = self.trainer
+        # Truncation, a repetition penalty and random draws make the log-probs differ even if the weights are the same
         has_penalty = trainer.args.repetition_penalty != 1.0
-        has_same_distribution = not is_truncated and not has_penalty and plan.facts.randomness is None
-        if _DIFFERENCE in metrics and trainer.model.training and has_same_distribution:
-            self._sampler_check.observe(largest_difference(statistics), self.buffer.sampled_at_step)
+        has_same_distribution = not is_truncated and not has_penalty and trainer.plan.facts.randomness is None
+        difference = largest_difference(statistics)
+        if difference is not None and trainer.model.training and has_same_distribution:
+            self._sampler_check.observe(difference, self.buffer.sampled_at_step)
