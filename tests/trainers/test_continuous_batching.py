@@ -316,7 +316,7 @@ def test_a_failed_request_is_an_error(workshop: Workshop) -> None:
     config = GenerationConfig(max_new_tokens=2, do_sample=True, eos_token_id=1, pad_token_id=0)
     for generate_batch, message in (
         (failing, "The first error is: out of blocks"),
-        (losing, "of 2 completions of a generation batch, some are missing"),
+        (losing, "some of the 2 completions of a generation batch are missing"),
     ):
         with pytest.raises(RuntimeError, match=message):
             complete(generate_batch, [[5, 6], [5, 6]], config, ContinuousBatchingConfig(**ON_CPU))

@@ -178,8 +178,8 @@ def test_a_check_finds_a_state_that_no_attribute_shows(
         layer = model.model.layers[1]
         layer.mlp = KeepsState(layer.mlp, {})
         runs[name] = Run("grpo", workshop, tmp_path / name, package, max_steps=1, model=model, learning_rate=0.0)
-    assert "in a check, logits of fewer rows differ" in runs["ours"].trainer.explain()["generation"].reason
-    assert any("in a check, logits of fewer rows differ" in x for x in caplog.messages)
+    assert "in a check, logits with fewer rows differ" in runs["ours"].trainer.explain()["generation"].reason
+    assert any("in a check, logits with fewer rows differ" in x for x in caplog.messages)
     assert runs["ours"].samples == runs["stock"].samples
 
 
@@ -227,7 +227,7 @@ def test_the_first_row_that_leaves_is_checked_whenever_it_leaves(workshop: Works
         options = {"train_dataset": data, "num_generations": 8, "max_completion_length": 6, "learning_rate": 0.0}
         runs[name] = Run("grpo", workshop, tmp_path / name, package, model=model, **options)
     assert runs["ours"].samples == runs["stock"].samples
-    assert "fewer rows raise RuntimeError" in runs["ours"].trainer.explain()["generation"].reason
+    assert "with fewer rows, it raises RuntimeError" in runs["ours"].trainer.explain()["generation"].reason
 
 
 def rotary(rope_type: str) -> Any:

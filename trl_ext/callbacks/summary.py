@@ -11,7 +11,7 @@ from peft import PeftModel
 
 from .progress import show
 
-# What a step of GRPO or RLOO does beside training
+# Phases of a GRPO or RLOO step, besides training
 _OF_STEP = ("generation", "rewards", "passes")
 
 
@@ -41,12 +41,12 @@ class PhaseTimes:
             self.seconds[phase] += time.monotonic() - begun
 
     def steps_begin(self, step: int) -> None:
-        """Note that the optimizer step after `step` begins, the first one of this training."""
+        """Start counting when the first optimizer step of this training, the one after `step`, begins."""
         self._logged_step = step
         self._mark_logged()
 
     def take(self, step: int) -> dict[str, float]:
-        """Return the seconds of an optimizer step by phase since the last call, by their names in the logs.
+        """Return the mean seconds of each phase of an optimizer step since the last call, by their names in the logs.
 
         Empty for a training without generation. A phase that did not run is absent.
         """

@@ -1,4 +1,4 @@
-"""Transformers' continuous batching with one request for the completions of a prompt, and with its log-probs."""
+"""Transformers' continuous batching, with one request for all completions of a prompt, and with log-probs."""
 
 import copy
 import math
@@ -22,15 +22,15 @@ def complete(
 ) -> tuple[dict[str, Any], list[list[float]]]:
     """Run `generate_batch` on each distinct prompt of `prompt_ids`, which repeats a prompt for each of its completions.
 
-    Transformers computes the keys and values of a request once for its completions, and returns these one after
-    another, in the order of the requests.
+    Transformers computes the keys and values of a request once for all its completions. It returns the completions of
+    a request one after another, and the requests in order.
 
     Args:
         shares_prompts (`bool`): whether a request has several completions.
 
     Returns:
-        outputs, in the order of `prompt_ids`; and for each the log-probs of its tokens in the distribution that they
-        were drawn from.
+        outputs in the order of `prompt_ids`, and for each output the log-probs of its tokens in the distribution that
+        they were drawn from.
 
     Raises:
         `RuntimeError`: a completion is missing or incomplete.
@@ -38,9 +38,10 @@ def complete(
     rows_of: dict[tuple[int, ...], list[int]] = {}
     for row, ids in enumerate(map(tuple, prompt_ids)):
         rows_of.setdefault(ids, []).append(row)
-    # All requests get the same number of completions, also where the data repeats some prompts
+    # All requests have the same number of completions, even if the data repeats some prompts
     completions = math.gcd(*map(len, rows_of.values()))
-    # Of a request with several completions, the prompt's last token runs later, so that a forward might get no token
+    # The prompt's last token runs later if a request has several completions. A prompt of one token might then give
+    # the first forward pass no token
     if not shares_prompts or any(len(ids) == 1 for ids in rows_of):
         completions = 1
     requests = [list(ids) for ids, rows in rows_of.items() for _ in range(len(rows) // completions)]
@@ -54,8 +55,8 @@ def complete(
     if len(outputs) != len(prompt_ids) or error is not None or any(tokens != values for tokens, values in lengths):
         cause = "" if error is None else f" The first error is: {error}"
         raise RuntimeError(
-            f"`use_transformers_continuous_batching=True`: of {len(prompt_ids)} completions of a generation batch, "
-            f"some are missing or incomplete. Transformers has logged why.{cause}"
+            f"`use_transformers_continuous_batching=True`: some of the {len(prompt_ids)} completions of a generation "
+            f"batch are missing or incomplete. Transformers has logged why.{cause}"
         )
     rows = [row for rows in rows_of.values() for row in rows]
     of_row = dict(zip(rows, outputs.items(), strict=True))

@@ -112,7 +112,7 @@ FEATURES = {
         is_refused=True,
     ),
     "fewer rows in generation": Feature(
-        "runs every copy of a prompt, and finished completions, in `generate`",
+        "runs every copy of a prompt and finished completions in `generate`",
         {
             "transformers.generation.utils:GenerationMixin": "_prefill _get_stopping_criteria",
             "transformers.generation.stopping_criteria:*": "*",

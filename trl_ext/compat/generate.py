@@ -1,7 +1,8 @@
 """Transformers' `generate` on fewer rows: each distinct prompt once in the prefill, then only unfinished rows.
 
 `generate` keeps its batch, so padding, positions, logits processors, stopping criteria and draws are those of all
-rows. Only the model's forward gets fewer. Finished rows get logits of 0, whose draws `generate` replaces by padding.
+rows. Only the model's forward gets fewer rows. Finished rows get logits of 0, and `generate` replaces what it draws
+from these by padding.
 
 Dimensions: B rows of the batch, R rows that the model runs, S tokens, V classes.
 """
@@ -21,21 +22,22 @@ from .replaced import replaced
 
 _CACHE_NAMES = ("cache", "past_key_values", "cache_params")
 _TENSORS_OF_ROWS = ("input_ids", "attention_mask", "position_ids", "token_type_ids", "mm_token_type_ids")
-# The same for all rows
+# Inputs that all rows share
 _SHARED = ("cache_position", "use_cache", "logits_to_keep", "return_dict")
 
 
 class UnprovenError(Exception):
-    """This `generate` may depend on which rows share a forward. The argument says why, as a clause."""
+    """Samples may depend on which rows share a forward pass. The argument says why, as a clause."""
 
 
 class GenerateRows:
-    """The rows of one call of `generate` that its model runs, and the tokens that they have.
+    """Runs the model on fewer rows in one call of `generate`, and counts their tokens.
 
     Args:
         model (`nn.Module`): whose `generate` is called; without its PEFT wrapper.
         looks_for_state (`bool`): whether to look for tensors that modules keep outside the cache.
-        earlier_turn (`EarlierTurn`, *optional*): gives the rows that prompts continue, and gets those of this call.
+        earlier_turn (`EarlierTurn`, *optional*): has the keys and values of the turn before, and gets those of this
+            call.
     """
 
     def __init__(self, model: Any, *, looks_for_state: bool, earlier_turn: EarlierTurn | None = None) -> None:
@@ -43,15 +45,15 @@ class GenerateRows:
         self.looks_for_state = looks_for_state
         self.earlier_turn = earlier_turn
         self.tokens = 0  # that the model has run
-        self.trl_tokens = 0  # that it would have run
+        self.trl_tokens = 0  # that it would have run on all rows
         # "shared": a prompt ran for several rows; "dropped": a finished row left; "continued": a row of the last step
         # began from the cache of an earlier turn
         self.saved: set[str] = set()
         self._last_step: tuple[Tensor, Tensor] | None = None  # rows of the batch, and their logits `(R, 1, V)`
-        self._distinct_B: Tensor | None = None  # which distinct prompt each row has
-        self._padding_B: Tensor | None = None  # columns on the left of each row
+        self._distinct_B: Tensor | None = None  # the index of each row's prompt among the distinct ones
+        self._padding_B: Tensor | None = None  # columns of padding on the left of each row
         self._continued_B: Tensor | None = None  # whether a row began from the cache of an earlier turn
-        self._cache: Any = None  # if its rows are to be stored
+        self._cache: Any = None  # only if its rows will be stored
         self._criteria: _RecordingCriteria | None = None
         self._rows_R: Tensor | None = None  # rows of the batch that the cache holds; None: all
         self._is_prefill = False
@@ -102,7 +104,7 @@ class GenerateRows:
         *positional: Any,
         **options: Any,
     ) -> Any:
-        """Run distinct rows, and repeat their cache and their last logits for the others."""
+        """Run the distinct prompts, and copy their cache and last logits to the rows that repeat them."""
         _check_config(generation_config)
         first_R, distinct_B = _distinct_rows(input_ids, model_kwargs.get("attention_mask"))
         self._distinct_B = distinct_B
@@ -117,13 +119,13 @@ class GenerateRows:
             _check_state(tensors_before, _tensors_outside_cache(self.model))
         cache = _cache_of(model_kwargs) or _cache_of(outputs)
         _check_cache(cache)
-        # A forward that takes no positions may count padding, which changes from turn to turn
+        # Without positions as input, a forward may count padding, which changes from turn to turn
         has_positions = isinstance(model_kwargs.get("position_ids"), Tensor)
         if self.earlier_turn is not None and has_positions and _holds_each_token(cache, input_ids.size(1)):
             self._cache = cache
         logits_R1V = outputs.logits[:, -1:]
         if len(first_R) < len(input_ids):
-            # Beam search's method: each kind of layer has it, and it takes an index of any length
+            # Made for beam search: each kind of layer has this method, and it takes an index of any length
             cache.reorder_cache(distinct_B)
             self.saved.add("shared")
             logits_R1V = logits_R1V.index_select(0, distinct_B.to(logits_R1V.device))
@@ -132,9 +134,9 @@ class GenerateRows:
         return outputs
 
     def _continue_rows(self, cache: Any, input_ids: Tensor, mask: Tensor | None, first_R: Tensor) -> int:
-        """Fill the new cache with what an earlier turn has run of the prompts. Return the number of columns.
+        """Fill the new cache with the keys and values of the turn before. Return the number of columns that it got.
 
-        `generate` runs the columns that its cache lacks.
+        `generate` runs the other columns.
         """
         self._padding_B = torch.zeros_like(input_ids[:, 0]) if mask is None else input_ids.size(1) - mask.sum(1)
         columns = 0
@@ -146,7 +148,7 @@ class GenerateRows:
         return columns
 
     def _store(self, places: Tensor) -> None:
-        """Store rows of the cache for the next turn. The token that each row has drawn last is not in the cache."""
+        """Store rows of the cache for the next turn. The cache lacks the last token that each row has drawn."""
         assert self.earlier_turn is not None
         assert self._padding_B is not None
         ids_BS = None if self._criteria is None else self._criteria.ids_BS
@@ -155,7 +157,7 @@ class GenerateRows:
         rows_R = torch.arange(len(ids_BS)) if self._rows_R is None else self._rows_R
         for place in places.tolist():
             row = int(rows_R[place])
-            # A rank whose rows are all finished goes on running them, if it shares a sharded model
+            # With a sharded model, a rank whose rows are all finished keeps running them
             columns = slice(int(self._padding_B[row]), ids_BS.size(1) - 1)
             self.earlier_turn.store(ids_BS[row, columns].tolist(), self._cache, place, columns)
 
@@ -163,7 +165,7 @@ class GenerateRows:
         """Run unfinished rows, and return logits `(B, 1, V)`."""
         cache = _cache_of(inputs)
         if positional or not isinstance(inputs.get("input_ids"), Tensor) or cache is None:
-            raise UnprovenError("its forward takes other inputs than token ids and a cache")
+            raise UnprovenError("its forward takes inputs other than token ids and a cache")
         batch_size = len(inputs["input_ids"])
         is_done = self._drop_finished(cache)
         self.trl_tokens += inputs["input_ids"].numel()
@@ -182,9 +184,9 @@ class GenerateRows:
         return outputs
 
     def _drop_finished(self, cache: Any) -> bool:
-        """Remove finished rows from the cache, but for the last. Return whether all are finished."""
+        """Remove finished rows from the cache, unless all are finished. Return whether all are."""
         criteria = self._criteria
-        # Without an end token, `generate` does not pad finished rows, but goes on drawing from their logits
+        # Without an end token, `generate` does not pad finished rows, but keeps drawing from their logits
         if criteria is None or criteria.finished_B is None or not criteria.pads_finished_rows:
             return False
         is_live = ~criteria.finished_B
@@ -192,7 +194,7 @@ class GenerateRows:
             is_live = is_live[self._rows_R]
         live = is_live.nonzero().squeeze(1)
         if not len(live):
-            # Another rank has unfinished rows, and needs this one in each forward of a sharded model
+            # Another rank has unfinished rows, and a sharded model needs all ranks in each forward pass
             return True
         if len(live) < len(is_live):
             if self._cache is not None:
@@ -202,7 +204,7 @@ class GenerateRows:
             self._rows_R = live if self._rows_R is None else self._rows_R[live]
             assert self._continued_B is not None
             if not self._continued_B[self._rows_R].any():
-                self.saved.discard("continued")  # a check compares rows of the last step
+                self.saved.discard("continued")  # a check compares only rows of the last step
         return False
 
     def last_step(self, most: int) -> tuple[Tensor, Tensor]:
@@ -221,7 +223,7 @@ class GenerateRows:
 
 
 class _RecordingCriteria(StoppingCriteriaList):
-    """Stopping criteria that also record which rows have finished, and the tokens."""
+    """Stopping criteria that also record the tokens, and which rows have finished."""
 
     finished_B: Tensor | None = None
     ids_BS: Tensor | None = None
@@ -238,7 +240,7 @@ class _RecordingCriteria(StoppingCriteriaList):
 
 
 def _check_config(config: Any) -> None:
-    """Raise `UnprovenError` for an option with which rows or forwards are others than those of plain sampling."""
+    """Raise `UnprovenError` for an option that needs other rows or forward passes than plain sampling."""
     mode = config.get_generation_mode().value
     if mode not in ("sample", "greedy_search"):
         raise UnprovenError(f"it uses {mode}")
@@ -285,7 +287,7 @@ def _cache_of(inputs: Any) -> Any:
 
 
 def _distinct_rows(input_ids: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return the first row of each distinct prompt, `(R,)`, and for each row of the batch its place there, `(B,)`."""
+    """Return the first row of each distinct prompt, `(R,)`, and the index there of each row's prompt, `(B,)`."""
     keys = input_ids if mask is None else torch.cat([input_ids, mask.to(input_ids.dtype)], dim=1)
     places: dict[tuple[int, ...], int] = {}
     first_rows: list[int] = []
@@ -313,7 +315,7 @@ def _inputs_of_rows(inputs: dict[str, Any], rows_R: Tensor, batch_size: int) -> 
             continue
         if name not in _TENSORS_OF_ROWS or not isinstance(value, Tensor) or value.ndim not in (2, 3):
             raise UnprovenError(f"its forward takes `{name}`")
-        # Positions of several axes are `(3, B, S)`, and those without padding `(1, S)`
+        # Positions with several axes are `(3, B, S)`; without padding, positions are `(1, S)`
         dimension = value.ndim - 2
         if value.shape[dimension] == batch_size:
             row_inputs[name] = value.index_select(dimension, rows_R.to(value.device))
@@ -335,7 +337,7 @@ def _tensors_outside_cache(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _check_state(before: dict[str, Tensor], after: dict[str, Tensor]) -> None:
-    """Raise `UnprovenError` if a forward has replaced a tensor of a module: it may have a part for each row."""
+    """Raise `UnprovenError` if a forward replaced a module's tensor, which may have a part for each row."""
     for name, tensor in after.items():
         if before.get(name) is not tensor:
             raise UnprovenError(f"the forward keeps a tensor in `{name}`, outside the cache")

@@ -1,4 +1,4 @@
-"""Keys and values of the turn before, from which the next turn of a tool loop continues.
+"""Keys and values of one turn of a tool loop, from which the next turn starts.
 
 Dimensions: R rows that the model runs, S columns of their prompts with padding, T stored tokens of a row.
 """
@@ -14,10 +14,10 @@ _Layers = list[Any]
 
 
 class EarlierTurn:
-    """What the caches of a turn's rows held, without padding.
+    """The keys and values of a turn's rows, without padding.
 
     TRL's tool loop appends the tool's result to the tokens of a row, and generates again. Until then, keys and values
-    of all rows stay in memory, also of those that call no tool: at most what TRL's cache holds when the turn ends.
+    of all rows stay in memory, even of rows that call no tool: at most what TRL's cache holds when the turn ends.
     """
 
     def __init__(self) -> None:
@@ -30,7 +30,7 @@ class EarlierTurn:
         self._rows.clear()
 
     def store(self, ids: list[int], cache: Any, place: int, columns: slice) -> None:
-        """Copy the `columns` of a row, with token ids `ids`, that has the index `place` in the cache."""
+        """Copy from the cache the `columns` of the row with the index `place`, which have the token ids `ids`."""
         if tuple(ids) not in self._rows:
             self._rows[tuple(ids)] = [
                 (layer.keys[place, ..., columns, :].clone(), layer.values[place, ..., columns, :].clone())
@@ -38,9 +38,9 @@ class EarlierTurn:
             ]
 
     def move_into(self, cache: Any, ids_RS: Tensor, padding_R: Tensor) -> int:
-        """Fill an empty cache with the first columns of prompts, where stored rows have all of them.
+        """Fill an empty cache with the first columns of prompts, as many as are stored for every prompt.
 
-        Removes all rows: TRL's loop continues with the rows of this turn.
+        Then no row is stored: TRL's loop continues with the rows of this turn.
 
         Returns:
             `int`: number of columns, less than S.
@@ -53,7 +53,7 @@ class EarlierTurn:
         paddings = padding_R.tolist()
         for row_ids, padding in zip(ids_RS.tolist(), paddings, strict=True):
             ids = tuple(row_ids[padding:])
-            # At least one token runs, for its logits
+            # At least one token must run, for its logits
             length = next((x for x in lengths if x < len(ids) and ids[:x] in self._rows), 0)
             stored_rows.append(self._rows.get(ids[:length], []))
             ends.append(padding + length)
@@ -61,7 +61,7 @@ class EarlierTurn:
         columns = min(ends)
         if columns <= min(paddings):
             return 0
-        # A row that is padding up to there needs nothing stored
+        # A row with only padding in these columns needs no stored row
         any_row = next(layers for layers in stored_rows if layers)
         for index in range(len(any_row)):
             pairs = [(layers or any_row)[index] for layers in stored_rows]
@@ -74,6 +74,6 @@ class EarlierTurn:
 
 
 def _padded(states: Tensor, padding: int, columns: int) -> Tensor:
-    """Return the first states of a row after its left padding, `columns` in all."""
+    """Return `columns` states of a row: left padding, then its first states."""
     tokens = max(columns - padding, 0)
     return F.pad(states[..., :tokens, :], (0, 0, columns - tokens, 0))

@@ -192,7 +192,8 @@ def loss_of_scores(
         pass_outputs (`tuple`): what TRL's loss gets from its pass of `model`, which does not run: log-probs, entropies,
             router loss.
         micro_batches (`int`): how many of TRL's micro-batches the rows are, for divisions by their number.
-        corrects_for_sampler (`bool`): whether the loss reads the ratio to the sampler, which TRL's does only with vLLM.
+        corrects_for_sampler (`bool`): whether the loss reads the ratio to the sampler. TRL's loss does so only with
+            vLLM.
     """
     run_pass = getattr(trainer, PASS)
     is_used = False
@@ -270,7 +271,7 @@ class Generation:
         trainer_class (`type`): TRL's class.
         use_adapter (`Callable`): in place of TRL's context manager, which activates the reference's adapter.
         run_turn (`Callable`): calls its first argument, TRL's `_generate_single_turn`, with the others.
-        continuing_turns (`Callable`): returns the context of all these calls for a generation batch.
+        continuing_turns (`Callable`): returns a context manager around all these calls for a generation batch.
         members (`Any`): members of the trainer to replace. TRL's `_generate` and `_calculate_rewards`, and what a
             subclass puts in their place, still find the trainer's own log-prob pass.
     """

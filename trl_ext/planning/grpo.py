@@ -265,7 +265,7 @@ def _trl_scores_old_policy(facts: GRPOFacts, misaligned: bool) -> bool:
 
 
 def _corrects_for_continuous_batching(facts: GRPOFacts) -> bool:
-    """Return whether the loss corrects for continuous batching. TRL's does not, so only where it costs no pass."""
+    """Return whether the loss corrects for continuous batching: only where this costs no pass. TRL's loss does not."""
     rule = facts.sampler_ratio
     return rule is not None and not (
         (facts.loss_type == "vespo" and rule.mode.startswith("sequence"))  # an error with vLLM

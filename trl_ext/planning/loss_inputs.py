@@ -102,7 +102,7 @@ class LossInputs(SampledLossInputs):
             reference_BC = torch.where(scored_tokens.tokens_BC, reference_BC, policy_BC.detach())
         importance_ratio = batch.get(OLD_POLICY_SAMPLER_RATIO, batch.get("importance_sampling_ratio"))
         sampler_ratio = None
-        # A checkpoint may hold completions of continuous batching from before its log-probs were kept
+        # A checkpoint may hold completions of continuous batching without log-probs, which were not kept before
         has_log_probs = "sampling_per_token_logps" in batch or not facts.generation.keeps_log_probs
         if importance_ratio is None and facts.sampler_ratio is not None and not has_log_probs:
             importance_ratio = torch.ones_like(old_BC[:, :1])

@@ -18,7 +18,7 @@ from .sampled import (
 class RLOOFacts(SampledFacts):
     """What is known about a run when its plan is made."""
 
-    samples_policy: bool  # completions are drawn from the policy's distribution, as far as arguments say
+    samples_policy: bool  # by the arguments, the sampler's distribution is the policy's
     own_loss: str | None  # an overridden method that computes the loss, or a `compute_loss` that does not call ours
 
 
@@ -35,7 +35,7 @@ class RLOOPlan(Plan):
 
     @property
     def reads_sampler_log_probs(self) -> bool:
-        """Whether the log-probs of continuous batching are compared with the policy's. The loss does not read them."""
+        """Whether log-probs of continuous batching are compared with the policy's. The loss does not read them."""
         return self.facts.samples_policy and self.facts.randomness is None
 
     @property

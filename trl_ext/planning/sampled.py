@@ -16,7 +16,7 @@ class GenerateFacts:
 
     sampler: str  # `GENERATE`, `CONTINUOUS_BATCHING`, or another, for the user
     all_rows_reason: str | None = None  # why transformers runs each copy of a prompt, apart from randomness
-    keeps_log_probs: bool = False  # those of continuous batching
+    keeps_log_probs: bool = False  # continuous batching returns log-probs, which are kept
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,18 +85,18 @@ def plan_generation(facts: SampledFacts, *, corrects_for_sampler: bool = False) 
     if generation.keeps_log_probs:
         requests = "Transformers' continuous batching gets each distinct prompt once."
         if generation.all_rows_reason is not None:
-            requests = f"Transformers' continuous batching gets each copy of a prompt: {generation.all_rows_reason}."
+            requests = f"Transformers' continuous batching gets every copy of a prompt: {generation.all_rows_reason}."
         if corrects_for_sampler:
-            ratio = "the ratio of the old policy to its log-probs"
+            ratio = "the ratio of old policy to sampler"
             requests += f" The loss is multiplied by {ratio} (`vllm_importance_sampling_correction`)."
         return Decision("generation", "run", requests)
     if generation.sampler != GENERATE:
         return Decision("generation", "run", f"Completions come from {generation.sampler}.", routine=True)
     reason = generation.all_rows_reason or facts.randomness
     if reason is not None:
-        all_rows = f"`generate` runs every copy of a prompt, and finished completions, as in TRL: {reason}."
+        all_rows = f"`generate` runs every copy of a prompt and finished completions, as in TRL: {reason}."
         return Decision("generation", "run", all_rows)
-    fewer_rows = "`generate` runs each distinct prompt once, and no finished completions. The draws are TRL's."
+    fewer_rows = "`generate` runs each distinct prompt once, and drops finished completions. Random draws are TRL's."
     return Decision("generation", "run", fewer_rows)
 
 
@@ -166,7 +166,7 @@ def micro_batches_of_a_step(args: Any) -> int:
 
 
 def samples_policy(args: Any) -> bool:
-    """Return whether no argument makes the sampler's distribution another than the policy's."""
+    """Return whether, by the arguments, the sampler's distribution is the policy's."""
     return args.repetition_penalty == 1.0 and not args.generation_kwargs and not truncated_sampling(args)
 
 

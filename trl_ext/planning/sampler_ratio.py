@@ -126,7 +126,7 @@ def sampler_metrics(statistics: Tensor) -> dict[str, float]:
 def largest_difference(statistics: Tensor) -> float | None:
     """Return the largest mean difference of the log-probs on a rank, from what `sampler_metrics` takes.
 
-    `None` if no rank has scored a token that has both.
+    `None` if no rank has scored a token with both log-probs.
     """
     sums, _, _, counts = statistics[:, _VALUES.index("difference")].unbind(dim=1)
     means = (sums / counts)[counts > 0]

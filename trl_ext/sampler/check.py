@@ -1,4 +1,4 @@
-"""The check that completions are samples of the policy: the sampler's log-probs stay as close to its own as before."""
+"""The check that completions are samples of the policy: log-probs of sampler and policy stay as close as at first."""
 
 import logging
 import math

@@ -1,4 +1,4 @@
-"""Transformers' continuous batching in GRPO and RLOO: a prompt is one request, and the log-probs are kept."""
+"""Transformers' continuous batching in GRPO and RLOO, with one request for each prompt, and with log-probs."""
 
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +13,7 @@ from ..reference.weights import base_of
 
 
 class ContinuousBatching:
-    """Gives TRL's call of `generate_batch` each prompt once, and returns the log-probs.
+    """Passes each prompt once in TRL's call of `generate_batch`, and keeps the log-probs.
 
     Args:
         trainer (`GRPOTrainer` or `RLOOTrainer`): which generates.
@@ -40,15 +40,15 @@ class ContinuousBatching:
         )
 
     def _copies_reason(self) -> str | None:
-        """Return why each copy of a prompt is a request; `None` if a prompt is one."""
+        """Return why each copy of a prompt is a request; `None` if all copies are one request."""
         from ..compat.continuous import RETURNS_ALL_COMPLETIONS  # internals that may have moved
 
         if not RETURNS_ALL_COMPLETIONS:
-            return "transformers before 5.18 returns one completion of a request"
+            return "transformers before 5.18 returns one completion per request"
         is_asynchronous = self.trainer.continuous_batching_config.use_async_batching
         if is_asynchronous is None:
             is_asynchronous = self.trainer.accelerator.device.type != "cpu"
-        return "`use_async_batching` is not tested with several completions of a request" if is_asynchronous else None
+        return "`use_async_batching` is not tested with several completions per request" if is_asynchronous else None
 
     def run_turn(self, single_turn: Callable[..., Any], *positional: Any, **keywords: Any) -> Any:
         """Run TRL's `single_turn`. GRPO's returns completions and log-probs, RLOO's completions."""
@@ -77,12 +77,12 @@ class ContinuousBatching:
             output = single_turn(*positional, **keywords)
         if not is_training:
             trainer.model.eval()  # TRL leaves it in training mode
-        # Without a reader they stay out of the batch, where some of TRL's losses would read them
+        # Log-probs that the plan does not use stay out of the batch, where some of TRL's losses would read them
         self.log_probs = log_probs if trainer.plan.reads_sampler_log_probs else None
         return (output[0], self.log_probs) if isinstance(output, tuple) else output
 
     def take_log_probs(self, batch: dict[str, Any]) -> Tensor | None:
-        """Return the log-probs `(B, C)` of the completions of `batch`, once; `None` if they are of others."""
+        """Return the log-probs `(B, C)` of the batch's completions, only once; `None` if there are none."""
         log_probs, self.log_probs = self.log_probs, None
         completion_ids = batch.get("completion_ids")
         if log_probs is None or completion_ids is None or len(completion_ids) != len(log_probs):

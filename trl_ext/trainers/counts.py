@@ -50,7 +50,7 @@ class TokenCounts:
             self.of_training += with_gradient + without_gradient
 
     def add_generation(self, mode: str, tokens: int, checks: int) -> None:
-        """Add the tokens that the model ran in one call of `generate`, and in its check."""
+        """Add the tokens that the model ran in `generate`, and in checks of it."""
         self._totals[mode].update({"tokens_processed/generation": tokens, "tokens_processed/checks": checks})
         if mode == "train":
             self.of_training += tokens

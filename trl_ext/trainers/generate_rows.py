@@ -28,18 +28,18 @@ if TYPE_CHECKING:
 logger = logging.getLogger("trl_ext")
 
 _ARGUMENTS = {"input_ids", "attention_mask", "generation_config"}
-# Of processors of text and images; 0 for text
+# Inputs from processors of text and images: 0 for text
 _TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids")
 _COMPARED = 4  # rows in a check, of different prompts
 # Tolerances relative to the norm of a row's logits, in fp32 and in lower precision
 _TOLERANCE = 1e-3
 _COARSE_TOLERANCE = 0.2
-# The share of rows that may exceed them in lower precision, or if rounding can change a router's choice of experts
+# The share of rows that may exceed the tolerance in lower precision, or if rounding can change a router's experts
 _OUTLIERS = 0.5
 
 
 class FewerRows:
-    """Lets the model run fewer rows in TRL's call of `generate`, and checks the first that do.
+    """Lets the model run fewer rows in TRL's calls of `generate`, and checks the first calls that do.
 
     Args:
         trainer (`GRPOTrainer` or `RLOOTrainer`): which generates.
@@ -49,11 +49,11 @@ class FewerRows:
         self.trainer = trainer
         self.ranks = ranks
         self.continuous = ContinuousBatching(trainer)
-        self.recorder: SamplingMaskRecorder | None = None  # of the tokens that this generation can choose
-        self._unchecked = {"shared", "dropped", "continued"}  # what no check has compared yet
+        self.recorder: SamplingMaskRecorder | None = None  # of the tokens that `generate` can choose
+        self._unchecked = {"shared", "dropped", "continued"}  # savings that no check has compared yet
         self._earlier_turn: EarlierTurn | None = None  # while a trainer with tools draws a generation batch
         self._unproven_reason: str | None = None  # found while generating
-        self._counts = [0, 0, 0]  # tokens in `generate`, those of all rows, and those in checks; of this rank
+        self._counts = [0, 0, 0]  # this rank's tokens: in `generate`, on all rows, and in checks
 
     def facts(self) -> GenerateFacts:
         """Return what the plan must know of generation."""
@@ -72,7 +72,7 @@ class FewerRows:
         return GenerateFacts(GENERATE, all_rows_reason=reason or self._unproven_reason or self._model_reason())
 
     def _model_reason(self) -> str | None:
-        """Return why samples may depend on which rows share a forward, apart from draws; `None` if they do not."""
+        """Return why samples may depend on which rows share a forward, even with equal draws; `None` if they do not."""
         model = self.trainer.model
         if any(config.is_prompt_learning for config in getattr(model, "peft_config", {}).values()):
             return "the adapter adds virtual tokens to each row"
@@ -100,7 +100,7 @@ class FewerRows:
         return self.facts().all_rows_reason
 
     def run_turn(self, single_turn: Callable[..., Any], *positional: Any, **keywords: Any) -> Any:
-        """Run TRL's `single_turn`, in which the model runs fewer rows."""
+        """Run TRL's `single_turn` with fewer rows in the model."""
         facts = self.facts()
         if facts.keeps_log_probs:
             return self.continuous.run_turn(single_turn, *positional, **keywords)
@@ -128,8 +128,8 @@ class FewerRows:
 
     @contextmanager
     def continuing_turns(self) -> Iterator[None]:
-        """Let each turn of a tool loop begin from the cache of the turn before, in the `with` block."""
-        # Stored keys and values end with the generation batch: training needs the memory, and changes the weights
+        """In the `with` block, let each turn of a tool loop start from the keys and values of the turn before."""
+        # They last until the generation batch is complete: training needs the memory, and changes the weights
         self._earlier_turn = EarlierTurn() if getattr(self.trainer, "tools", None) else None  # RLOO has no tools
         try:
             yield
@@ -137,7 +137,7 @@ class FewerRows:
             self._earlier_turn = None
 
     def record(self) -> None:
-        """Log the tokens of the calls since the last one. Ranks call `generate` equally often only without tools."""
+        """Log the tokens since the last record, not in each call: with tools, some ranks call `generate` more often."""
         tokens, trl_tokens, checked_tokens = self.ranks.sum_counts(self._counts)
         self._counts = [0, 0, 0]
         mode = "train" if self.trainer.model.training else "eval"
@@ -151,7 +151,7 @@ class FewerRows:
             self._counts[place] += count
 
     def _generate(self, run: Callable[..., Any], arguments: dict[str, Any]) -> Any:
-        """Generate with fewer rows. If that is not proven to change nothing, draw again as TRL does."""
+        """Generate with fewer rows. If this may change samples, generate again as TRL does."""
         from ..compat.generate import GenerateRows, UnprovenError  # internals that may have moved
 
         device = arguments["input_ids"].device
@@ -174,15 +174,15 @@ class FewerRows:
             reason = self._agreed(str(error))
         except torch.OutOfMemoryError:
             raise
-        except Exception as error:  # of any model's code, which may need the rows of the batch
-            reason = self._agreed(f"fewer rows raise {type(error).__name__}: {error}")
+        except Exception as error:  # from the model's code, which may need all rows
+            reason = self._agreed(f"with fewer rows, it raises {type(error).__name__}: {error}")
         if reason is None:
             self._unchecked -= rows.saved
             self._count(rows.tokens, rows.trl_tokens, checked_tokens)
             return ids
         self._unproven_reason = reason
         self._earlier_turn = None
-        logger.warning(f"`generate` runs every copy of a prompt, and finished completions, as in TRL: {reason}.")
+        logger.warning(f"`generate` runs every copy of a prompt and finished completions, as in TRL: {reason}.")
         self._count(0, 0, rows.tokens + checked_tokens)
         rng.set_rng_state(random_state)
         if self.recorder is not None:
@@ -190,13 +190,13 @@ class FewerRows:
         return self._generate_all_rows(run, **arguments)
 
     def _agreed(self, reason: str | None) -> str | None:
-        """Return the first reason of a rank if ranks run each forward together; otherwise that of this rank."""
+        """Return the reason of this rank. If ranks run each forward together, the first reason of any rank."""
         if not self.ranks.is_sharded:
             return reason
         return next(filter(None, self.ranks.gather_objects(reason)), None)
 
     def _is_on_any_rank(self, unchecked: set[str]) -> bool:
-        """Return whether this rank must check, or if ranks run each forward together, whether any must."""
+        """Return whether this rank must check. If ranks run each forward together, whether any must."""
         if not self.ranks.is_sharded:
             return bool(unchecked)
         return any(self.ranks.gather_objects(bool(unchecked)))
@@ -221,10 +221,9 @@ class FewerRows:
     def _difference(
         self, run: Callable[..., Any], arguments: dict[str, Any], ids: Tensor, rows: "GenerateRows"
     ) -> tuple[str | None, int]:
-        """Return how fewer rows change logits, `None` if they do not, and the tokens that it took to find out.
+        """Return how fewer rows change logits, `None` if they do not, and the number of tokens that the check runs.
 
-        A plain `generate` repeats the last step of rows of different prompts. What fewer rows do to the cache has
-        happened by then. Each rank runs one forward.
+        A plain `generate` repeats the last step of a few rows, which read the whole cache. Each rank runs one forward.
 
         Args:
             ids: what `generate` returned, `(B, S)`.
@@ -252,4 +251,4 @@ class FewerRows:
         if is_outlier_R.float().mean() <= allowed_share:
             return None, ids_RS.numel()
         off = f"{float(relative_R.max()):.2g} of their norm"
-        return f"in a check, logits of fewer rows differ from those of all rows by {off}", ids_RS.numel()
+        return f"in a check, logits with fewer rows differ from those with all rows by {off}", ids_RS.numel()

@@ -140,7 +140,7 @@ class GRPOTrainer(ExactTrainer, trl.GRPOTrainer):
         return plan_grpo(facts)
 
     def _ratio_rule(self, generation: GenerateFacts) -> RatioRule | None:
-        """Return how TRL's loss corrects for the sampler: for vLLM, and in trl_ext also for continuous batching."""
+        """Return how the loss corrects for the sampler: for vLLM as in TRL, and also for continuous batching."""
         has_log_probs = self.use_vllm or (generation.keeps_log_probs and samples_policy(self.args))
         if not has_log_probs or self._features.why_off("vLLM"):
             return None

@@ -180,11 +180,11 @@ class SampledMetrics:
         self._check_sampler(statistics, is_truncated=is_truncated)
 
     def _record_mismatch(self, policy_BC: Tensor, sampler_BC: Tensor, tokens_BC: Tensor) -> None:
-        """Log how far the sampler's log-probs are from the policy's, and check that it has the policy's weights."""
+        """Log how far the sampler's log-probs are from the policy's, and check that both have the same weights."""
         ratio = SamplerRatio.of(policy_BC, sampler_BC, tokens_BC, _UNBOUNDED)
         statistics: Tensor = self.ranks.accelerator.gather(ratio.statistics().unsqueeze(0))
         for name, value in sampler_metrics(statistics).items():
-            if "ratio" not in name:  # none enters the loss
+            if "ratio" not in name:  # the loss has no ratio
                 internals.mode_metrics(self.trainer)[name].append(value)
         self._check_sampler(statistics, is_truncated=False)
 
