@@ -260,6 +260,15 @@ def test_times_are_of_the_outer_phase_and_absent_if_there_is_none():
     assert 0.12 <= times.seconds["evaluation"] < 0.5
 
 
+@pytest.mark.parametrize("has_generation", [True, False])
+def test_a_step_without_any_other_phase_has_seconds_of_training(has_generation: bool):
+    """As the first one of a run that resumes in the middle of a generation batch."""
+    times = PhaseTimes()
+    times.steps_begin(3, has_generation=has_generation)
+    assert list(times.take(4)) == (["seconds/training"] if has_generation else [])
+    assert times.take(4) == {}
+
+
 def test_phases_are_where_they_are(workshop: Workshop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     case = ALL_CASES["grpo-evaluation"]
     case = replace(case, config={**case.config, "save_strategy": "steps", "save_steps": 1})

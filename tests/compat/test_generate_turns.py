@@ -150,3 +150,14 @@ def test_a_check_is_not_of_continued_rows_once_they_have_left() -> None:
     assert turns.ours.equals(turns.stock)
     assert turns.ours.tokens < turns.stock.tokens
     assert turns.ours.rows.saved == {"dropped"}
+
+
+def test_rows_that_end_last_are_not_copied() -> None:
+    """The cache of the last step is stored as it is, so that it is in memory once."""
+    model = build("tied")
+    earlier_turn = EarlierTurn()
+    inputs = batch((4, 11, 7), 4, model.config.get_text_config().vocab_size)
+    Samples(model, inputs, fewer=True, earlier_turn=earlier_turn, eos_token_id=[10**6])
+    assert len(earlier_turn) > 3
+    storages = {keys.untyped_storage().data_ptr() for row in earlier_turn._rows.values() for keys, _ in row}
+    assert len(storages) == model.config.num_hidden_layers

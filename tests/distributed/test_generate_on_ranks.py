@@ -38,7 +38,12 @@ def train(
         **{"output_dir": str(rank.folder / f"{kind}-{fewer}"), "max_steps": 2 + 2 * first_end_step},
         **{"per_device_train_batch_size": 4, "num_generations": 4, "max_completion_length": 16, "seed": 5},
         **{"bf16": False, "gradient_checkpointing": False, "dataloader_pin_memory": False, "report_to": "none"},
-        **{"save_strategy": "no", "logging_steps": 1, "learning_rate": 0.01, "use_cpu": rank.engine == "ddp"},
+        **{
+            "save_strategy": "no",
+            "logging_steps": 1,
+            "learning_rate": 0.01,
+            "use_cpu": rank.engine in ("ddp", "fsdp2_native"),
+        },
         generate_fewer_rows=fewer,
         model_init_kwargs={"dtype": "float32", **rank.model_arguments()},
         **rank.training_arguments(),
@@ -109,11 +114,12 @@ def test_ranks_sample_the_same_on_fewer_rows(
         assert any(a != b for a, b in zip(*longest, strict=True)), longest
 
 
-def test_a_rank_whose_rows_end_later_is_not_checked_alone(workshop: Workshop, tmp_path: Path) -> None:
+@pytest.mark.parametrize("engine", ["fsdp2", "fsdp2_native"])
+def test_a_rank_whose_rows_end_later_is_not_checked_alone(engine: str, workshop: Workshop, tmp_path: Path) -> None:
     """Ranks of FSDP run each forward together, also that of a check."""
     shutil.copytree(workshop.model("untied"), tmp_path / "model")
     GenerationConfig(eos_token_id=[1, *range(60, 90)], pad_token_id=0).save_pretrained(tmp_path / "model")
-    results = launch(__file__, ["late-True", "late-False"], "fsdp2", tmp_path)
+    results = launch(__file__, ["late-True", "late-False"], engine, tmp_path)
     for ours, all_rows in zip(results["late-True"], results["late-False"], strict=True):
         assert "each distinct prompt once" in ours["reason"]
         assert ours["samples"] == all_rows["samples"]

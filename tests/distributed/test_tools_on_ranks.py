@@ -11,6 +11,7 @@ import trl
 from transformers import GenerationConfig
 
 import trl_ext
+from launch import launch
 from ranks import Rank, run_on_ranks
 from tiny import Workshop, prompts
 from tool_calls import ENDS, look_up, tool_tokenizer
@@ -44,6 +45,7 @@ def train(rank: Rank, package: Any, callers: int) -> dict[str, Any]:
         # With FSDP, ranks must generate equally often
         max_tool_calling_iterations=3 if callers == 1 else 1,
         model_init_kwargs={"dtype": "float32"},
+        **(rank.training_arguments() if rank.engine == "zero2" else {}),
     )
     trainer = package.GRPOTrainer(
         str(rank.folder / "model"),
@@ -75,12 +77,16 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize(("engine", "callers"), [("ddp", 1), ("fsdp2", 2)])
+# Under ZeRO-2, weights are whole, so that ranks may generate unequally often
+@pytest.mark.parametrize(("engine", "callers"), [("ddp", 1), ("fsdp2", 2), ("zero2", 1)])
 def test_ranks_train_with_a_tool(engine: str, callers: int, workshop: Workshop, tmp_path: Path) -> None:
+    if engine == "zero2":
+        pytest.importorskip("deepspeed")
     shutil.copytree(workshop.model("untied"), tmp_path / "model")
     GenerationConfig(eos_token_id=list(ENDS), pad_token_id=0).save_pretrained(tmp_path / "model")
     cases = [f"trl_ext-{callers}", f"trl-{callers}"]
-    results = run_on_ranks(__file__, cases, engine, tmp_path, timeout=120.0)
+    run = launch if engine == "zero2" else run_on_ranks
+    results = run(__file__, cases, engine, tmp_path, timeout=120.0)
     for ours, stock in zip(*results.values(), strict=True):
         assert "each distinct prompt once" in ours["reason"]
         assert ours["samples"] == stock["samples"]

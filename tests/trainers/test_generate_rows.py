@@ -183,6 +183,27 @@ def test_a_check_finds_a_state_that_no_attribute_shows(
     assert runs["ours"].samples == runs["stock"].samples
 
 
+@pytest.mark.parametrize(
+    ("wrong_rows", "rows", "is_noticed"), [(1, 2, True), (1, 4, False), (2, 4, True), (4, 4, True)]
+)
+def test_in_bf16_fewer_than_half_of_the_rows_may_differ(
+    wrong_rows: int, rows: int, is_noticed: bool, workshop: Workshop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    last_step = GenerateRows.last_step
+
+    def with_wrong_logits(self: GenerateRows, most: int) -> Any:
+        places, logits_RV = last_step(self, most)
+        logits_RV = logits_RV[:rows].clone()
+        logits_RV[:wrong_rows] *= 1.1
+        return places[:rows], logits_RV
+
+    monkeypatch.setattr(GenerateRows, "last_step", with_wrong_logits)
+    model = AutoModelForCausalLM.from_pretrained(workshop.model("tied"), dtype=torch.bfloat16)
+    options = {"per_device_train_batch_size": 16, "max_steps": 1, "top_p": 1.0}
+    run = Run("grpo", workshop, tmp_path, model=model, **options)
+    assert ("in a check" in run.trainer.explain()["generation"].reason) == is_noticed
+
+
 def with_state(workshop: Workshop) -> Any:
     model = AutoModelForCausalLM.from_pretrained(workshop.model("tied"))
     layer = model.model.layers[1]

@@ -129,8 +129,8 @@ def test_sliding_windows_begin_each_turn_anew(workshop: Workshop, tmp_path: Path
 def test_wrong_keys_are_noticed(workshop: Workshop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = EarlierTurn.store
 
-    def store_wrong_keys(self: EarlierTurn, ids: list[int], *positional: Any) -> None:
-        store(self, ids, *positional)
+    def store_wrong_keys(self: EarlierTurn, ids: list[int], *positional: Any, **options: Any) -> None:
+        store(self, ids, *positional, **options)
         self._rows[tuple(ids)] = [(keys.flip(0), values) for keys, values in self._rows[tuple(ids)]]
 
     monkeypatch.setattr(EarlierTurn, "store", store_wrong_keys)
@@ -151,8 +151,8 @@ def test_keys_and_values_end_with_the_generation(
         init(self)
         turns.append(weakref.ref(self))
 
-    def count(self: EarlierTurn, ids: list[int], *positional: Any) -> None:
-        store(self, ids, *positional)
+    def count(self: EarlierTurn, ids: list[int], *positional: Any, **options: Any) -> None:
+        store(self, ids, *positional, **options)
         stored.append(len(self))
 
     def reward(completion_ids: list[list[int]], **_: Any) -> list[float]:

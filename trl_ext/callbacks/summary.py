@@ -22,6 +22,7 @@ class PhaseTimes:
         self.seconds: defaultdict[str, float] = defaultdict(float)
         self._in_phase = False
         self._begun = time.monotonic()
+        self._has_generation = False
         self._logged_step = 0
         self._logged_at = self._begun
         self._logged_seconds: dict[str, float] = {}
@@ -40,8 +41,9 @@ class PhaseTimes:
             self._in_phase = False
             self.seconds[phase] += time.monotonic() - begun
 
-    def steps_begin(self, step: int) -> None:
+    def steps_begin(self, step: int, *, has_generation: bool) -> None:
         """Start counting when the first optimizer step of this training, the one after `step`, begins."""
+        self._has_generation = has_generation
         self._logged_step = step
         self._mark_logged()
 
@@ -51,7 +53,7 @@ class PhaseTimes:
         Empty for a training without generation. A phase that did not run is absent.
         """
         steps = step - self._logged_step
-        if not steps or not self.seconds.keys() & {*_OF_STEP}:
+        if not steps or not self._has_generation:
             return {}
         new_seconds = {name: x - self._logged_seconds.get(name, 0.0) for name, x in self.seconds.items()}
         elapsed = time.monotonic() - self._logged_at

@@ -92,7 +92,7 @@ class GenerateRows:
         with replaced(model, _prefill=prefill, forward=forward, _get_stopping_criteria=recording_criteria):
             yield
         if self._cache is not None:
-            self._store(torch.arange(self._cache.layers[0].keys.size(0)))
+            self._store(torch.arange(self._cache.layers[0].keys.size(0)), copies=False)
             self._cache = None
 
     def _prefill(
@@ -147,7 +147,7 @@ class GenerateRows:
             self.saved.add("continued")
         return columns
 
-    def _store(self, places: Tensor) -> None:
+    def _store(self, places: Tensor, *, copies: bool = True) -> None:
         """Store rows of the cache for the next turn. The cache lacks the last token that each row has drawn."""
         assert self.earlier_turn is not None
         assert self._padding_B is not None
@@ -159,7 +159,7 @@ class GenerateRows:
             row = int(rows_R[place])
             # With a sharded model, a rank whose rows are all finished keeps running them
             columns = slice(int(self._padding_B[row]), ids_BS.size(1) - 1)
-            self.earlier_turn.store(ids_BS[row, columns].tolist(), self._cache, place, columns)
+            self.earlier_turn.store(ids_BS[row, columns].tolist(), self._cache, place, columns, copies=copies)
 
     def _decode(self, run_forward: Callable[..., Any], *positional: Any, **inputs: Any) -> Any:
         """Run unfinished rows, and return logits `(B, 1, V)`."""

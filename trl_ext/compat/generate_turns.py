@@ -29,12 +29,18 @@ class EarlierTurn:
     def clear(self) -> None:
         self._rows.clear()
 
-    def store(self, ids: list[int], cache: Any, place: int, columns: slice) -> None:
-        """Copy from the cache the `columns` of the row with the index `place`, which have the token ids `ids`."""
+    def store(self, ids: list[int], cache: Any, place: int, columns: slice, *, copies: bool = True) -> None:
+        """Store from the cache the `columns` of the row with the index `place`, which have the token ids `ids`.
+
+        Args:
+            copies (`bool`): whether `generate` goes on with the cache. Otherwise a view costs no memory.
+        """
         if tuple(ids) not in self._rows:
+            pairs = [
+                (layer.keys[place, ..., columns, :], layer.values[place, ..., columns, :]) for layer in cache.layers
+            ]
             self._rows[tuple(ids)] = [
-                (layer.keys[place, ..., columns, :].clone(), layer.values[place, ..., columns, :].clone())
-                for layer in cache.layers
+                (keys.clone(), values.clone()) if copies else (keys, values) for keys, values in pairs
             ]
 
     def move_into(self, cache: Any, ids_RS: Tensor, padding_R: Tensor) -> int:

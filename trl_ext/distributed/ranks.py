@@ -10,10 +10,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from accelerate.utils import broadcast_object_list, gather_object
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from .lora import complete_adapters
 from .sequence_parallel import SequenceGroup, keep_batches_whole
+from .shards import is_zero3
 from .tensor_parallel import DataParallelAccelerator, TensorParallel
 
 
@@ -48,6 +50,13 @@ class Ranks:
     def is_sharded(self) -> bool:
         state = self.accelerator.state
         return getattr(state, "fsdp_plugin", None) is not None or state.deepspeed_plugin is not None
+
+    def forward_together(self, model: nn.Module) -> bool:
+        """Return whether each forward of `model` needs all ranks, because each rank has a part of its weights."""
+        if getattr(self.accelerator.state, "fsdp_plugin", None) is not None:
+            return True
+        is_split_by_torch = any(isinstance(module, FSDPModule) for module in model.modules())
+        return is_split_by_torch or any(map(is_zero3, model.parameters()))
 
     @property
     def sequence_size(self) -> int:

@@ -120,6 +120,7 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
     _loss_reached = False  # whether our `compute_loss` ran
     _bypasses_loss = False  # whether the first training step did not run our `compute_loss`
     _step_begins = False  # whether the next micro-batch is the first of an optimizer step
+    _has_generation = False  # whether a step may sample completions
     _in_steps = False  # whether the first micro-batch of this training has begun, and training has not ended
     _values_of_plan: dict[str, Any] | None = None  # that TRL reads at each use
     _known_randomness: Randomness | None = None  # of the plan
@@ -624,7 +625,7 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
             self._seen_in_policy.clear()
             self._step_begins = False
             if not self._in_steps:
-                self._phase_times.steps_begin(self.state.global_step)
+                self._phase_times.steps_begin(self.state.global_step, has_generation=self._has_generation)
             self._in_steps = True
             self._agree()
             self._follow_changes()

@@ -48,6 +48,8 @@ class GRPOTrainer(ExactTrainer, trl.GRPOTrainer):
     _config_class = trl.GRPOConfig
     _added_fields = AddedGRPOFields
 
+    _has_generation = True
+
     _methods_of_step = (*ExactTrainer._methods_of_step, "_prepare_inputs", "get_batch_samples")
 
     def _check(self, arguments: dict[str, Any], config: Any) -> dict[str, Any]:

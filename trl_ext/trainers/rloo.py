@@ -44,6 +44,8 @@ class RLOOTrainer(ExactTrainer, trl.RLOOTrainer):
     _config_class = trl.RLOOConfig
     _added_fields = AddedGroupFields
 
+    _has_generation = True
+
     _methods_of_step = (*ExactTrainer._methods_of_step, "_prepare_inputs", "get_batch_samples")
 
     def _check(self, arguments: dict[str, Any], config: Any) -> dict[str, Any]:
