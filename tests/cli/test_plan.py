@@ -410,9 +410,17 @@ def _of_groups() -> Space:
     )
 
 
+def _of_parts_of_groups() -> Space:
+    """A batch of 6 has parts of three groups, and so more tokens than a batch of 8, which has two whole ones."""
+    space = _of_groups()
+    lengths = Lengths(np.full(3, 100), np.full((3, 1), 2), group=4, shares=True, kept_together=True)
+    return replace(space, given_option=replace(space.given_option, accumulation=6, generation=6), lengths=lengths)
+
+
 @settings(deadline=None)
 @example(_of_budgets(), 2834)
 @example(_of_groups(), 0)
+@example(_of_parts_of_groups(), 10_000)
 @given(spaces(), st.integers(0, 200_000))
 def test_a_search_keeps_what_is_given_and_finds_the_largest_that_fits(space: Space, bound: int):
     lengths, peak_of, ladders = space.lengths, peak_by_tokens(space), [*space.ladders()]

@@ -57,6 +57,10 @@ def _zeroes_noise(case: Case) -> bool:
     )
 
 
+def _generates(case: Case) -> bool:
+    return case.trainer == "rloo" or (case.trainer == "grpo" and case.rollout == "generate")  # RLOO has no rollouts
+
+
 def _masks_whole_completions(case: Case) -> bool:
     return "masked" in case.rollout or case.config.get("mask_truncated_completions", False)
 
@@ -71,7 +75,7 @@ CONDITIONS: dict[str, Callable[[Case, Situation], bool]] = {
     "always": lambda case, situation: True,
     "GRPO, RLOO": lambda case, situation: case.trainer in _GROUPED,
     "GRPO, RLOO, training": lambda case, situation: case.trainer in _GROUPED and not situation.evaluation,
-    "GRPO, RLOO with `generate`": lambda case, situation: case.trainer in _GROUPED and case.rollout == "generate",
+    "GRPO, RLOO with `generate`": lambda case, situation: _generates(case),
     "training, rows not scored": lambda case, situation: (
         case.trainer in _GROUPED and not situation.evaluation and situation.rows_not_scored
     ),

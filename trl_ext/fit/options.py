@@ -100,7 +100,10 @@ class Space:
             return [(batch, None)]
         rows = batch * accumulation
         batches = [x for x in range(1, min(rows, self.most_rows) + 1) if rows % x == 0]
-        return [(x, None) for x in batches if generation is None or generation * batch % x == 0]
+        sizes = [(x, None) for x in batches if generation is None or generation * batch % x == 0]
+        tokens = [self.lengths.tokens_of(self.lengths.most(x)) for x, _ in sizes]
+        # A batch with parts of groups can have more prompts, and so more tokens, than a larger one with whole groups
+        return [size for i, size in enumerate(sizes) if tokens[i] <= min(tokens[i:])]
 
     def merged(self, option: Option) -> int:
         """Return the units of the micro-batches that an option runs together."""
