@@ -479,6 +479,13 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
         if self.accelerator.is_main_process and actions_of(plan) != actions_of(old_plan):
             show(f"The plan has changed, because {changes_of(old_plan, plan) or 'the model has'}.\n{self.explain()}")
 
+    def _follow_changes_in_step(self) -> None:
+        """Replace the plan for changes that are followed within an optimizer step: hooks, and values of the trainer."""
+        hooks_have_come = self._scorer.look_for_hooks(self.model_wrapped)
+        # Several ranks agree on a plan for a hook when the next step begins
+        if self._values_of_plan != self._live_values() or (hooks_have_come and self._ranks.world.num_processes == 1):
+            self._follow_changes()
+
     def explain(self, verbose: bool = False) -> Plan:
         """Return what runs and why. Printed, it shows what differs from TRL or matters to users; if `verbose`, all."""
         plan = vars(self).get("plan") or self._make_plan()
@@ -714,10 +721,7 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
         """Called first by each `compute_loss`. Hooks of users may have come since the step began."""
         self._note_call("compute_loss")
         self._loss_reached = True
-        hooks_have_come = self._scorer.look_for_hooks(self.model_wrapped)
-        # Several ranks agree on a plan for a hook when the next step begins
-        if self._values_of_plan != self._live_values() or (hooks_have_come and self._ranks.world.num_processes == 1):
-            self._follow_changes()
+        self._follow_changes_in_step()
         late_randomness = self._scorer.policy.late_randomness
         if late_randomness is not None and self.model.training and self._lacks_old_policy(batch):
             logger.warning(

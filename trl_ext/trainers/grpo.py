@@ -209,7 +209,10 @@ class GRPOTrainer(ExactTrainer, trl.GRPOTrainer):
         generates = self._buffer.mid_cycle_slices() is None
         with self._grpo_generation.fills_buffer() if generates else nullcontext():
             batch = super()._prepare_inputs(generation_batch)
-        self._follow_changes()  # a reward function may change what the loss reads
+        if generates:
+            self._follow_changes()  # a reward function may change what the loss reads
+        else:
+            self._follow_changes_in_step()
         if generates and self.plan.merges:
             batch = self._buffer.merge(self._grpo_generation.micro_batches_per_step())
         self._grpo_passes.score_buffer(is_new=generates)

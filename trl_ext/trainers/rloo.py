@@ -130,10 +130,11 @@ class RLOOTrainer(ExactTrainer, trl.RLOOTrainer):
 
     def _prepare_inputs(self, generation_batch: Any) -> Any:
         self._note_call("_prepare_inputs")
+        generates = self._buffer.mid_cycle_slices() is None
         is_fixed = self._features.why_off("balance") is not None
         with nullcontext() if is_fixed else internals.shuffled_then(self._reorder, trl.RLOOTrainer):
             batch = super()._prepare_inputs(generation_batch)
-        if self.model.training:
+        if self.model.training and generates:
             self._follow_changes()  # a reward function may change what the loss reads
         return batch
 
