@@ -178,8 +178,8 @@ def test_a_check_finds_a_state_that_no_attribute_shows(
         layer = model.model.layers[1]
         layer.mlp = KeepsState(layer.mlp, {})
         runs[name] = Run("grpo", workshop, tmp_path / name, package, max_steps=1, model=model, learning_rate=0.0)
-    assert "in a check, logits with fewer rows differ" in runs["ours"].trainer.explain()["generation"].reason
-    assert any("in a check, logits with fewer rows differ" in x for x in caplog.messages)
+    assert "in a check, its logits differ" in runs["ours"].trainer.explain()["generation"].reason
+    assert any("in a check, its logits differ" in x for x in caplog.messages)
     assert runs["ours"].samples == runs["stock"].samples
 
 
@@ -201,6 +201,36 @@ def test_in_bf16_fewer_than_half_of_the_rows_may_differ(
     model = AutoModelForCausalLM.from_pretrained(workshop.model("tied"), dtype=torch.bfloat16)
     options = {"per_device_train_batch_size": 16, "max_steps": 1, "top_p": 1.0}
     run = Run("grpo", workshop, tmp_path, model=model, **options)
+    assert ("in a check" in run.trainer.explain()["generation"].reason) == is_noticed
+
+
+@pytest.mark.parametrize(
+    ("options", "dtype", "is_noticed"),
+    [
+        ({"bf16": False}, torch.float32, True),
+        ({"bf16": True}, torch.float32, False),
+        ({"bf16": False, "cast_lm_head_to_fp32": True}, torch.bfloat16, False),
+    ],
+    ids=["fp32", "autocast", "fp32 head"],
+)
+def test_fp32_logits_of_a_model_in_bf16_may_be_rounded(
+    options: dict[str, Any],
+    dtype: torch.dtype,
+    is_noticed: bool,
+    workshop: Workshop,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    last_step = GenerateRows.last_step
+
+    def with_rounded_logits(self: GenerateRows, most: int) -> Any:
+        places, logits_RV = last_step(self, most)
+        assert logits_RV.dtype == torch.float32
+        return places, logits_RV * 1.01
+
+    monkeypatch.setattr(GenerateRows, "last_step", with_rounded_logits)
+    model = AutoModelForCausalLM.from_pretrained(workshop.model("untied"), dtype=dtype)
+    run = Run("grpo", workshop, tmp_path, model=model, max_steps=1, top_p=1.0, **options)
     assert ("in a check" in run.trainer.explain()["generation"].reason) == is_noticed
 
 

@@ -135,7 +135,7 @@ def test_wrong_keys_are_noticed(workshop: Workshop, tmp_path: Path, monkeypatch:
 
     monkeypatch.setattr(EarlierTurn, "store", store_wrong_keys)
     ours = run(workshop, tmp_path / "a")
-    assert "in a check, logits with fewer rows differ" in ours.trainer.explain()["generation"].reason
+    assert "in a check, its logits differ" in ours.trainer.explain()["generation"].reason
     assert_equal_training(ours, run(workshop, tmp_path / "b", trl))
 
 

@@ -74,7 +74,7 @@ def _without_command(arguments: list[str]) -> int:
 
 def _print_usage(command: Command) -> int:
     usage = command.usage or ""
-    print(f"usage: trl-ext {command.name}{usage}\n\n{command.help.capitalize()}.")
+    print(f"usage: trl-ext {command.name}{usage}\n\n{command.help[0].upper()}{command.help[1:]}.")
     if "ARGUMENTS" in usage:
         print(f"\n`trl-ext {command.name} dpo --help` lists the arguments.")
     return 0

@@ -251,7 +251,7 @@ class FewerRows:
             token_types = {name: torch.zeros_like(ids_RS) for name in _TOKEN_TYPES if name in arguments}
             outputs = run(input_ids=ids_RS, attention_mask=mask_RS, generation_config=config, **token_types)
         expected_RV = outputs.logits[0].float()
-        coarse = is_coarse(model, logits_RV)
+        coarse = self._is_coarse(logits_RV)
         # Some models exclude classes with a logit of -inf
         expected_RV = expected_RV.masked_fill(~expected_RV.isfinite(), 0.0)
         logits_RV = logits_RV.float().masked_fill(~logits_RV.isfinite(), 0.0)
@@ -261,4 +261,12 @@ class FewerRows:
         if not is_outlier_R.any() or (may_exceed and is_outlier_R.float().mean() < _OUTLIERS):
             return None, ids_RS.numel()
         off = f"{float(relative_R.max()):.2g} of their norm"
-        return f"in a check, logits with fewer rows differ from those with all rows by {off}", ids_RS.numel()
+        return f"in a check, its logits differ from those of a forward pass without a cache by {off}", ids_RS.numel()
+
+    def _is_coarse(self, logits_RV: Tensor) -> bool:
+        """Whether the model computes in lower precision than fp32, even if its logits are fp32."""
+        trainer = self.trainer
+        if trainer.accelerator.mixed_precision != "no":  # autocast within the model's forward
+            return True
+        has_half_weights = any(x.dtype in (torch.bfloat16, torch.float16) for x in trainer.model.parameters())
+        return has_half_weights or is_coarse(trainer.model, logits_RV)
