@@ -307,6 +307,12 @@ class AddedGRPOFields(AddedGroupFields, AddedStepFields):
     """With `top_k`, `top_p` or `min_p`, normalise log-probs and entropy over the tokens that the sampler could choose
     (arXiv:2512.02556). With vLLM, `top_k` must be set. `False`: over the whole vocabulary, as in TRL."""
 
+    generation_lag: int = field(default=0, metadata={"choices": [0, 1]})
+    """Generation batches by which the sampler's weights are older than TRL's. `1`: while a generation batch trains, a
+    thread samples and rewards the next one with the weights from before. Needs a `rollout_func` with a method
+    `sync_weights(trainer)`. The loss corrects for the age as it does for vLLM
+    (`vllm_importance_sampling_correction`)."""
+
     dynamic_sampling: bool = False
     """Replace zero-advantage groups by groups of other prompts. This changes which prompts are trained on."""
 

@@ -1,6 +1,7 @@
 """The private parts of TRL's `GRPOTrainer` and `RLOOTrainer`, which sample completions, as functions of a trainer."""
 
 import functools
+import itertools
 import logging
 import math
 from collections import defaultdict
@@ -14,6 +15,7 @@ from accelerate.utils import broadcast_object_list
 from datasets import Dataset
 from torch import nn
 from transformers import LogitsProcessorList
+from trl.trainer.utils import RepeatSampler
 
 from .overrides import LOSS, PASS, overrides, overrides_below
 from .replaced import module_of, names_replaced, next_of, replaced
@@ -479,7 +481,16 @@ class Buffer:
 
     @property
     def in_mid_cycle(self) -> bool:
-        return self.trained % (self.trainer.args.steps_per_generation * self.trainer.num_iterations) != 0
+        return self.trained % self.micro_batches_of_a_generation != 0
+
+    @property
+    def micro_batches_of_a_generation(self) -> int:
+        return int(self.trainer.args.steps_per_generation * self.trainer.num_iterations)
+
+    @property
+    def number(self) -> int:
+        """The number of the current generation batch since training began."""
+        return self.trained // self.micro_batches_of_a_generation
 
     def mid_cycle_slices(self) -> list[dict[str, Any]] | None:
         return self.trainer._buffered_inputs if self.in_mid_cycle else None
@@ -503,6 +514,39 @@ class Buffer:
     def padding(self) -> dict[str, float]:
         pad = self.trainer._tokenizer.pad_token_id
         return {"prompt_ids": pad, "completion_ids": pad, "tool_mask": 1, "kept_ids": -1}
+
+
+class UpcomingRows:
+    """The rows of the data in each generation batch of this rank, before the data loader yields them.
+
+    TRL's sampler draws its order from the seed alone.
+    """
+
+    def __init__(self, trainer: SampledInternals, buffer: Buffer) -> None:
+        args = trainer.args
+        self.trainer = trainer
+        self.buffer = buffer
+        self.rows = buffer.training_rows()
+        self.batch_size = args.generation_batch_size
+        self.rank_size = args.generation_batch_size // args.world_size
+        self.first_row = args.process_index * self.rank_size
+        sampler = RepeatSampler(
+            self.rows,
+            mini_repeat_count=args.num_generations,
+            batch_size=args.generation_batch_size // args.num_generations,
+            repeat_count=1,
+            shuffle=trainer.shuffle_dataset,
+            seed=args.seed,
+        )
+        self._order = itertools.chain.from_iterable(iter(sampler) for _ in itertools.count())
+        self._places: list[int] = []
+
+    def of_batch(self, number: int) -> list[dict[str, Any]]:
+        """Return the rows of generation batch `number`, as copies."""
+        first = number * self.batch_size + self.first_row
+        missing = first + self.rank_size - len(self._places)
+        self._places += itertools.islice(self._order, max(0, missing))
+        return [dict(self.rows[i]) for i in self._places[first : first + self.rank_size]]
 
 
 def merged_micro_batches(batch: dict[str, Any]) -> int:

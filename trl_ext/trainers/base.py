@@ -565,6 +565,7 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
             output = super().train(self._checkpoints.find(resume_from_checkpoint), *positional, **keywords)
         finally:
             self._in_steps = False
+            self._after_training()
         if self._shows_plan():
             self._show_summary()
         return output
@@ -585,6 +586,9 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
         if self._source is not None:
             self._source.refresh_if_adapters_changed()
             self._source.training_began = True
+
+    def _after_training(self) -> None:
+        """Hook: called last by `train`, also after an error."""
 
     def _resumed(self, state: Any) -> None:
         """Called when training begins, perhaps from a checkpoint."""

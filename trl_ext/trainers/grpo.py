@@ -88,6 +88,7 @@ class GRPOTrainer(ExactTrainer, trl.GRPOTrainer):
         if self._offloads:
             check_offloading_device(self.accelerator.device)
         super()._ready(callbacks)
+        self._grpo_generation.ahead.check()
         self._make_plan()  # a wrong argument is an error here, not at the first step
         if self._ranks.tensor_parallel is not None:
             set_seed(self.args.seed + self._ranks.tensor_parallel.copy)  # TRL seeds each rank differently
@@ -143,7 +144,8 @@ class GRPOTrainer(ExactTrainer, trl.GRPOTrainer):
 
     def _ratio_rule(self, generation: GenerateFacts) -> RatioRule | None:
         """Return how the loss corrects for the sampler: for vLLM as in TRL, and also for continuous batching."""
-        has_log_probs = self.use_vllm or (generation.keeps_log_probs and samples_policy(self.args))
+        is_lagged = bool(self._added.generation_lag)  # the rows are older than the policy
+        has_log_probs = self.use_vllm or is_lagged or (generation.keeps_log_probs and samples_policy(self.args))
         if not has_log_probs or self._features.why_off("vLLM"):
             return None
         if not self.vllm_importance_sampling_correction:
@@ -163,6 +165,7 @@ class GRPOTrainer(ExactTrainer, trl.GRPOTrainer):
     # Training: the run
 
     def _before_training(self) -> None:
+        self._grpo_generation.ahead.begin()
         if not self._replaces("sampler"):
             check_enough_prompts(self.train_dataset, self.args.generation_batch_size, self.args.num_generations)
         # An earlier `train` may have ended before it scored its completions; the weights that sampled them are gone
@@ -170,6 +173,9 @@ class GRPOTrainer(ExactTrainer, trl.GRPOTrainer):
         plan = self._make_plan()
         if unscored and not plan.facts.trust_sampling_log_probs and not plan.gives_trls_batches:
             self._buffer.drop()
+
+    def _after_training(self) -> None:
+        self._grpo_generation.ahead.end()
 
     def _resumed(self, state: Any) -> None:
         folder = self._checkpoints.resumes_from

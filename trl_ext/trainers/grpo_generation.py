@@ -20,6 +20,7 @@ from ..planning.rows import loss_mask, padded_tokens
 from ..planning.sampled import sampling_values
 from ..sampler.sampling_mask import SamplingMaskRecorder, log_probs_to_ask, warn_of_missing
 from .generate_rows import FewerRows
+from .generation_ahead import GenerationAhead
 from .generation_checkpoints import GenerationCheckpoints
 from .grpo_passes import GRPOPasses
 from .row_balance import RowBalance
@@ -43,6 +44,7 @@ class GRPOGeneration:
         self.passes = passes
         self.buffer = buffer
         self.balance = balance
+        self.ahead = GenerationAhead(trainer, buffer)
         self.fewer_rows = FewerRows(trainer, ranks)
         self._trl = internals.without_passes(trainer, self.fewer_rows.run_turn, self.fewer_rows.continuing_turns)
         self._checkpoints = GenerationCheckpoints(trainer, ranks, buffer)
@@ -52,7 +54,8 @@ class GRPOGeneration:
     def of_batch(self, inputs: Any) -> dict[str, Any]:
         """Sample and reward a generation batch, in place of TRL's `_generate_and_score_completions`."""
         trainer = self.trainer
-        batch = self._draw(inputs)
+        with self.ahead.batch(inputs):
+            batch = self._draw(inputs)
         if trainer.model.training:
             self.buffer.sampled_at_step = trainer.state.global_step
             # An override in place of TRL's generation may compute advantages without rewards
@@ -268,6 +271,7 @@ class GRPOGeneration:
             options=self._schedule(),
             lost=lost,
         )
+        self.ahead.save(folder)
 
     def _schedule(self) -> dict[str, int]:
         # Only those that are on, because earlier checkpoints lack them
@@ -278,6 +282,7 @@ class GRPOGeneration:
         return {name: 1 for name, is_on in on.items() if is_on}
 
     def resume(self, folder: Path) -> None:
+        self.ahead.resume(folder)
         saved_generation = self._checkpoints.read(folder, self._schedule())
         if saved_generation is None:
             return

@@ -1,0 +1,177 @@
+"""The user's part of a generation batch, apart from TRL's: `rollout_func` and reward functions, recorded and replayed.
+
+`run` calls them with what TRL passes, and records what they return and log. `replayed` makes TRL's own generation get
+the record, so that padding, gathers, advantages and metrics stay TRL's.
+"""
+
+import asyncio
+import inspect
+from collections import defaultdict
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import trl
+
+from .replaced import replaced
+from .sampled import checked_rollout
+
+_NOT_COLUMNS = ("prompt", "completion", "completion_ids")
+
+
+@dataclass
+class Record:
+    """What the user's functions returned for the generation batch of one rank. JSON values only.
+
+    Args:
+        batch (`int`): the number of the generation batch since training began.
+        sampled_at_step (`int`): the optimizer step whose weights sampled.
+        rollout (`dict`): what `rollout_func` returned.
+        rewards (`list`): for each reward function its rewards, `None` for a model.
+        logs (`list`): for each reward function its calls of `log_extra` and `log_metric`, in order.
+        seconds (`float`): the time that all of it took.
+    """
+
+    batch: int
+    sampled_at_step: int
+    rollout: dict[str, Any] = field(default_factory=dict)
+    rewards: list[list[float | None] | None] = field(default_factory=list)
+    logs: list[list[tuple[str, str, Any]]] = field(default_factory=list)
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class UserFunctions:
+    """The functions of one trainer, and what TRL passes to them.
+
+    Args:
+        view (`TrainerView`): what they see of the trainer.
+        tokenizer (`Any`): a copy of the processing class, for this thread.
+        event_loop (`Any`): TRL's loop for coroutines.
+    """
+
+    rollout_func: Callable[..., Any]
+    reward_funcs: list[Any]
+    view: Any
+    tokenizer: Any
+    inner_tokenizer: Any
+    eos_token_ids: list[int]
+    event_loop: Any
+
+    @classmethod
+    def of(cls, trainer: Any, view: Any, tokenizer: Any) -> "UserFunctions":
+        return cls(
+            rollout_func=trainer.rollout_func,
+            reward_funcs=list(trainer.reward_funcs),
+            view=view,
+            tokenizer=tokenizer,
+            inner_tokenizer=getattr(tokenizer, "tokenizer", tokenizer),
+            eos_token_ids=list(trainer.eos_token_ids),
+            event_loop=getattr(trainer, "async_loop", None),
+        )
+
+    def run(self, record: Record, inputs: list[dict[str, Any]]) -> None:
+        """Sample and reward `inputs`, the rows of the data, and put what the functions return into `record`."""
+        prompts = [row["prompt"] for row in inputs]
+        completions, extra_columns = self._sample(prompts, record)
+        for name, values in extra_columns.items():
+            for i, row in enumerate(inputs):
+                if not isinstance(values, list):
+                    row[name] = values
+                elif i < len(values):
+                    row[name] = values[i]
+        columns = {name: [row[name] for row in inputs] for name in inputs[0] if name not in _NOT_COLUMNS}
+        self._reward(record, columns | {"prompts": prompts, "completions": completions})
+
+    def _sample(self, prompts: list[Any], record: Record) -> tuple[list[Any], dict[str, Any]]:
+        """Run TRL's `_generate` on a stand-in for the trainer: its decoding, without its collectives and metrics."""
+
+        def rollout(prompts: list[Any], _: Any) -> Any:
+            output = checked_rollout(self.rollout_func)(prompts, self.view)
+            record.rollout = dict(output)
+            return output
+
+        trainer = SimpleNamespace(
+            accelerator=SimpleNamespace(device=torch.device("cpu"), gather=lambda x: x),
+            model=SimpleNamespace(training=True),
+            state=SimpleNamespace(num_input_tokens_seen=0),
+            _metrics={"train": defaultdict(list)},
+            rollout_func=rollout,
+            use_vllm=False,
+            tools=None,
+            environment_factories=None,
+            processing_class=self.tokenizer,
+            _tokenizer=self.inner_tokenizer,
+            eos_token_ids=self.eos_token_ids,
+        )
+        generate = inspect.unwrap(trl.GRPOTrainer._generate)
+        _, _, _, completions, _, extra_columns, _, _ = generate(trainer, prompts)
+        return completions, extra_columns
+
+    def _reward(self, record: Record, columns: dict[str, Any]) -> None:
+        from trl.trainer.utils import is_async_callable
+
+        record.logs = [[] for _ in self.reward_funcs]
+        record.rewards = [None] * len(self.reward_funcs)
+        coroutines = {}
+        for place, (reward, log) in enumerate(zip(self.reward_funcs, record.logs, strict=True)):
+            if isinstance(reward, torch.nn.Module):  # it runs on the trainer's device, in the replay
+                continue
+            call = partial(
+                reward,
+                completion_ids=record.rollout["completion_ids"],
+                trainer_state=self.view.state,
+                log_extra=lambda name, values, log=log: log.append(("extra", name, list(values))),
+                log_metric=lambda name, value, log=log: log.append(("metric", name, value)),
+                **columns,
+            )
+            if is_async_callable(reward):
+                coroutines[place] = call
+            else:
+                record.rewards[place] = list(call())
+        if not coroutines:
+            return
+
+        async def gathered() -> list[Any]:
+            return await asyncio.gather(*(call() for call in coroutines.values()))
+
+        results = asyncio.run_coroutine_threadsafe(gathered(), self.event_loop).result()
+        for place, rewards in zip(coroutines, results, strict=True):
+            record.rewards[place] = list(rewards)
+
+
+def replayed(trainer: Any, record: Record) -> AbstractContextManager[None]:
+    """Make TRL's generation get what the functions returned, in the `with` block."""
+
+    def rollout(prompts: list[Any], _: Any) -> dict[str, Any]:
+        # TRL takes keys out of it
+        return dict(record.rollout)
+
+    rewards = [_replayed_reward(record, place, reward) for place, reward in enumerate(trainer.reward_funcs)]
+    return replaced(trainer, rollout_func=rollout, reward_funcs=rewards)
+
+
+def _replayed_reward(record: Record, place: int, reward: Any) -> Any:
+    rewards = record.rewards[place]
+    if rewards is None:
+        return reward
+
+    def replay(
+        completion_ids: list[list[int]],
+        log_extra: Callable[..., None],
+        log_metric: Callable[..., None],
+        **_: Any,
+    ) -> list[float | None]:
+        if completion_ids != record.rollout["completion_ids"]:
+            raise RuntimeError("`generation_lag=1`: completions have changed between sampling and rewards.")
+        for kind, name, value in record.logs[place]:
+            log = log_extra if kind == "extra" else log_metric
+            log(name, value)
+        return list(rewards)
+
+    replay.__name__ = getattr(reward, "__name__", type(reward).__name__)
+    return replay

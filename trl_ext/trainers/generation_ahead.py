@@ -1,0 +1,266 @@
+"""GRPO's next generation batch, sampled and rewarded in a thread while the current one trains (`generation_lag`).
+
+The thread runs only the user's functions, and records what they return. When the batch is due, TRL's own generation
+runs on the main thread and gets the record. Collectives, TRL's metrics and random generators stay on the main thread.
+"""
+
+import copy
+import dataclasses
+import logging
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..checkpoints.generation import position_in_data
+from ..checkpoints.generation_ahead import read_ahead, write_ahead
+from ..compat import sampled as internals
+from ..compat.user_functions import Record, UserFunctions, replayed
+from .trainer_view import view_of
+
+logger = logging.getLogger("trl_ext")
+
+_PATIENCE = 10.0  # seconds that the end of training waits for a call that still runs
+_NEWS = 60.0  # seconds between messages while training waits for a call
+
+
+class BackgroundCall:
+    """A call in a thread, which ends with the process."""
+
+    def __init__(self, call: Callable[[], Record], name: str) -> None:
+        self.name = name
+        self._call = call
+        self._record: Record | None = None
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self._record = self._call()
+        except BaseException as error:  # raised on the main thread, at the step that needs the record
+            self._error = error
+
+    def wait(self, seconds: float | None = None) -> bool:
+        """Wait until the call has ended, for at most `seconds`. Returns whether it has."""
+        self._thread.join(seconds)
+        return not self._thread.is_alive()
+
+    def result(self) -> Record:
+        """Return what the call returned, or raise what it raised. Says once a minute that it waits."""
+        waited = 0.0
+        while not self.wait(_NEWS):
+            waited += _NEWS
+            logger.warning(f"{self.name}: training has waited for {waited:.0f} s for `rollout_func` or reward functions.")
+        if self._error is not None:
+            raise self._error
+        assert self._record is not None
+        return self._record
+
+
+class GenerationAhead:
+    """Samples one generation batch ahead.
+
+    Args:
+        trainer (`GRPOTrainer`): which generates.
+    """
+
+    def __init__(self, trainer: Any, buffer: internals.Buffer) -> None:
+        self.trainer = trainer
+        self.buffer = buffer
+        self._call: BackgroundCall | None = None
+        self._record: Record | None = None  # of a checkpoint
+        self._upcoming: internals.UpcomingRows | None = None
+        self._tokenizer: Any = None
+        self._is_first = True
+
+    @property
+    def is_on(self) -> bool:
+        return bool(self.trainer._added.generation_lag)
+
+    def check(self) -> None:
+        """Raise `ValueError` if this trainer cannot sample ahead."""
+        if not self.is_on:
+            return
+        trainer = self.trainer
+        ranks = trainer._ranks
+        rollout_func = trainer.rollout_func
+        overridden = next((x for x in ("sampler", "generation", "rewards") if trainer._replaces(x)), None)
+        if rollout_func is None:
+            reason = "it needs a `rollout_func`, whose weights are its own"
+        elif not callable(getattr(rollout_func, "sync_weights", None)):
+            reason = (
+                "`rollout_func` has no method `sync_weights(trainer)`, which copies the policy's weights to the sampler "
+                "between optimizer steps. Give it one"
+            )
+        elif not hasattr(trainer.train_dataset, "__len__"):
+            reason = "a streaming data set does not say which prompts come next"
+        elif trainer.tools or trainer.environment_factories is not None:
+            reason = "tools and environments run on the main thread"
+        elif trainer._added.dynamic_sampling:
+            reason = "`dynamic_sampling` draws further prompts after the rewards are known"
+        elif overridden is not None:
+            reason = f"this trainer overrides TRL's {overridden}"
+        elif ranks.tensor_parallel is not None or ranks.sequence is not None:
+            reason = "ranks that share a model or a row must sample together"
+        else:
+            return
+        raise ValueError(f"`generation_lag=1` is not supported here: {reason}, or set `generation_lag=0`.")
+
+    def begin(self) -> None:
+        """Called when training begins."""
+        if not self.is_on:
+            return
+        self._upcoming = internals.UpcomingRows(self.trainer, self.buffer)
+        self._tokenizer = copy.deepcopy(self.trainer.processing_class)
+        self._is_first = True
+
+    def end(self) -> None:
+        """Called when training ends, also by an error. A batch that is not trained on is dropped."""
+        call = self._call
+        self._call = None
+        self._record = None
+        if call is not None and not call.wait(_PATIENCE):
+            logger.warning(f"{call.name} still runs after {_PATIENCE:.0f} s. Its thread ends with the process.")
+
+    @contextmanager
+    def batch(self, inputs: list[dict[str, Any]]) -> Iterator[None]:
+        """In the `with` block, in which TRL generates from `inputs`, TRL gets what was sampled ahead.
+
+        The batch after it starts in a thread.
+        """
+        if not self.is_on:
+            yield
+            return
+        if not self.trainer.model.training:
+            if self._call is not None:
+                self._call.wait()  # a sampler gets one request at a time
+            self._send_weights()
+            yield
+            return
+        record = self._due(inputs)
+        with replayed(self.trainer, record):
+            yield
+        metrics = internals.mode_metrics(self.trainer)
+        metrics["generation_ahead/age_in_steps"].append(self.trainer.state.global_step - record.sampled_at_step)
+        metrics["seconds/generation_ahead"].append(record.seconds)
+
+    def _due(self, inputs: list[dict[str, Any]]) -> Record:
+        """Return the record of the batch of `inputs`, and start the next one."""
+        assert self._upcoming is not None
+        number = self.buffer.number
+        expected = self._upcoming.of_batch(number)
+        if [row.get("prompt") for row in inputs] != [row.get("prompt") for row in expected]:
+            raise RuntimeError(
+                f"`generation_lag=1`: generation batch {number} of the data loader has other prompts than expected. A "
+                "data collator or sampler of your own changes their order. Set `generation_lag=0`."
+            )
+        record = self._finished(number)
+        if number < self._last_batch():
+            self._send_weights()
+            self._call = BackgroundCall(self._work(number + 1), f"generation batch {number + 1}")
+        return record
+
+    def _last_batch(self) -> int:
+        """Return the number of the last generation batch of the training run."""
+        trainer = self.trainer
+        epoch = self.buffer.micro_batches_of_an_epoch
+        accumulation_steps = trainer.args.gradient_accumulation_steps
+        _, micro_batches = position_in_data(trainer.state.max_steps, accumulation_steps, epoch)
+        return (micro_batches - 1) // self.buffer.micro_batches_of_a_generation
+
+    def _finished(self, number: int) -> Record:
+        record = self._record
+        call = self._call
+        self._record = None
+        self._call = None
+        if call is not None:
+            record = call.result()
+        if record is not None and record.batch == number:
+            return record
+        self._send_weights()
+        work = self._work(number)
+        # Before the first step, nothing runs beside the functions, so their draws show
+        with self._noticed_draws() if self._is_first else nullcontext():
+            record = work()
+        if self._is_first:
+            self._check_log_probs(record)
+        self._is_first = False
+        return record
+
+    def _work(self, number: int) -> Callable[[], Record]:
+        """Return the call for a batch, with all that it reads of the trainer taken now."""
+        assert self._upcoming is not None
+        trainer = self.trainer
+        record = Record(batch=number, sampled_at_step=trainer.state.global_step)
+        functions = UserFunctions.of(trainer, view_of(trainer, self._tokenizer), self._tokenizer)
+        inputs = self._upcoming.of_batch(number)
+
+        def work() -> Record:
+            began = time.perf_counter()
+            functions.run(record, inputs)
+            record.seconds = time.perf_counter() - began
+            return record
+
+        return work
+
+    def _send_weights(self) -> None:
+        self.trainer.rollout_func.sync_weights(self.trainer)
+
+    @contextmanager
+    def _noticed_draws(self) -> Iterator[None]:
+        """Raise `ValueError` if code in the `with` block draws from a generator that training uses."""
+        before = _global_states()
+        yield
+        after = _global_states()
+        names = [name for name, state in before.items() if state != after[name]]
+        if names:
+            raise ValueError(
+                f"`generation_lag=1`: `rollout_func` or a reward function draws from {' and '.join(names)}, which "
+                "training draws from at the same time. Use a generator for these functions alone, such as "
+                "`torch.Generator()` or `random.Random(seed)`."
+            )
+
+    def _check_log_probs(self, record: Record) -> None:
+        corrects = self.trainer.vllm_importance_sampling_correction
+        if corrects and record.rollout.get("logprobs") is None:
+            raise ValueError(
+                "`generation_lag=1`: `rollout_func` returned no `logprobs`, so the loss cannot correct for the age of "
+                "the weights. Return the log-prob of each sampled token, or accept the bias with "
+                "`vllm_importance_sampling_correction=False`."
+            )
+
+    # Checkpoints
+
+    def save(self, folder: Path) -> None:
+        call = self._call
+        if call is None or self.trainer.args.save_only_model:
+            return
+        rank = self.trainer.args.process_index
+        try:
+            write_ahead(folder, rank, dataclasses.asdict(call.result()))
+        except TypeError as error:
+            write_ahead(folder, rank, None, lost=f"it cannot be saved: {error}")
+        except Exception as error:  # raised again at the step that needs the batch
+            write_ahead(folder, rank, None, lost=f"{type(error).__name__}: {error}")
+
+    def resume(self, folder: Path) -> None:
+        record, lost = read_ahead(folder, self.trainer.args.process_index)
+        if record is not None:
+            self._record = Record(**record)
+        elif lost is not None:
+            logger.warning(f"The generation batch that was sampled ahead is sampled again: {lost}.")
+
+
+def _global_states() -> dict[str, Any]:
+    return {
+        "torch's global generator": torch.get_rng_state().numpy().tobytes(),
+        "the module `random`": random.getstate(),
+        "NumPy's global generator": repr(np.random.get_state(legacy=False)),
+    }
