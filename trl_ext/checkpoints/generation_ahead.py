@@ -39,7 +39,7 @@ def read_ahead(folder: Path, rank: int) -> tuple[dict[str, Any] | None, str | No
     content = json.loads(path.read_text())
     if content.get("format") != _FORMAT:
         raise ValueError(
-            f"{path} has the format {content.get('format')!r}, but the installed trl_ext reads {_FORMAT!r}. Resume with "
-            "the version of trl_ext that wrote it, or delete the file to sample the batch again."
+            f"{path} has the format {content.get('format')!r}, but the installed trl_ext reads {_FORMAT!r}. Resume "
+            "with the version of trl_ext that wrote it, or delete the file to sample the batch again."
         )
     return content["record"], content["lost"]

@@ -1,14 +1,16 @@
-"""The user's part of a generation batch, apart from TRL's: `rollout_func` and reward functions, recorded and replayed.
+"""What TRL's generation gets from outside, a sampler's completions and the user's rewards: recorded and replayed.
 
-`run` calls them with what TRL passes, and records what they return and log. `replayed` makes TRL's own generation get
-the record, so that padding, gathers, advantages and metrics stay TRL's.
+`UserFunctions.run` calls a `rollout_func` or vLLM's server, and reward functions, with what TRL passes, and records
+what they return and log. `replayed` makes TRL's own generation get the record, so that padding, gathers, advantages and
+metrics stay TRL's.
 """
 
 import asyncio
+import copy
 import inspect
 from collections import defaultdict
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from types import SimpleNamespace
@@ -31,7 +33,8 @@ class Record:
         batch (`int`): the number of the generation batch since training began.
         sampled_at_step (`int`): the optimizer step whose weights sampled.
         rollout (`dict`): what `rollout_func` returned.
-        rewards (`list`): for each reward function its rewards, `None` for a model.
+        response (`dict`): what vLLM's server returned to the first process, for the prompts of all.
+        rewards (`list`): for each reward function its rewards; `None` if it runs in the replay.
         logs (`list`): for each reward function its calls of `log_extra` and `log_metric`, in order.
         seconds (`float`): the time that all of it took.
     """
@@ -39,9 +42,51 @@ class Record:
     batch: int
     sampled_at_step: int
     rollout: dict[str, Any] = field(default_factory=dict)
+    response: dict[str, Any] = field(default_factory=dict)
     rewards: list[list[float | None] | None] = field(default_factory=list)
     logs: list[list[tuple[str, str, Any]]] = field(default_factory=list)
     seconds: float = 0.0
+
+    @property
+    def completion_ids(self) -> list[list[int]]:
+        completion_ids: list[list[int]] = (self.rollout or self.response)["completion_ids"]
+        return completion_ids
+
+
+@dataclass(frozen=True)
+class ServerRequest:
+    """A request to vLLM's server, which can be sent in a thread.
+
+    Args:
+        client (`Any`): TRL's client; `None` except in the first process.
+        keywords (`dict`): what TRL passes to its `generate`.
+        prompt_ids (`list`): the prompts of this rank.
+    """
+
+    client: Any
+    keywords: dict[str, Any]
+    prompt_ids: list[list[int]]
+
+    @classmethod
+    def of(cls, trainer: Any, prompts: list[Any]) -> "ServerRequest":
+        """Return what TRL would send for `prompts`. Every rank calls it, because TRL gathers the prompts."""
+        generation = trainer.vllm_generation
+        client = generation.vllm_client if trainer.accelerator.is_main_process else None
+        keywords: dict[str, Any] = {}
+
+        def keep(**request: Any) -> dict[str, Any]:
+            keywords.update(request)
+            count = len(request["prompts"]) * trainer.num_generations
+            # TRL broadcasts this empty response, and it is dropped
+            return {"prompt_ids": request["prompts"], "completion_ids": [[0]] * count, "logprobs": [[[0.0]]] * count}
+
+        prompt_ids, images, _ = trainer._tokenize_prompts(copy.deepcopy(prompts))
+        with nullcontext() if client is None else replaced(client, generate=keep):
+            generation.generate(prompts=prompt_ids, images=images, num_generations=trainer.num_generations)
+        return cls(client, keywords, prompt_ids)
+
+    def send(self) -> dict[str, Any]:
+        return dict(self.client.generate(**self.keywords)) if self.client is not None else {}
 
 
 @dataclass(frozen=True)
@@ -49,12 +94,16 @@ class UserFunctions:
     """The functions of one trainer, and what TRL passes to them.
 
     Args:
-        view (`TrainerView`): what they see of the trainer.
+        request (`ServerRequest`, *optional*): in place of a `rollout_func`.
+        rewards_all (`bool`): whether the response holds the completions of this rank alone, which can be rewarded.
+        view (`Any`): what they see of the trainer.
         tokenizer (`Any`): a copy of the processing class, for this thread.
         event_loop (`Any`): TRL's loop for coroutines.
     """
 
-    rollout_func: Callable[..., Any]
+    rollout_func: Callable[..., Any] | None
+    request: ServerRequest | None
+    rewards_all: bool
     reward_funcs: list[Any]
     view: Any
     tokenizer: Any
@@ -63,9 +112,13 @@ class UserFunctions:
     event_loop: Any
 
     @classmethod
-    def of(cls, trainer: Any, view: Any, tokenizer: Any) -> "UserFunctions":
+    def of(cls, trainer: Any, view: Any, tokenizer: Any, inputs: list[dict[str, Any]]) -> "UserFunctions":
+        """Return the functions that sample and reward `inputs`, the rows of the data. Every rank calls it."""
+        samples = trainer.rollout_func is not None
         return cls(
             rollout_func=trainer.rollout_func,
+            request=None if samples else ServerRequest.of(trainer, [row["prompt"] for row in inputs]),
+            rewards_all=samples or trainer.accelerator.num_processes == 1,
             reward_funcs=list(trainer.reward_funcs),
             view=view,
             tokenizer=tokenizer,
@@ -77,6 +130,12 @@ class UserFunctions:
     def run(self, record: Record, inputs: list[dict[str, Any]]) -> None:
         """Sample and reward `inputs`, the rows of the data, and put what the functions return into `record`."""
         prompts = [row["prompt"] for row in inputs]
+        if self.request is not None:
+            record.response = self.request.send()
+        if not self.rewards_all:
+            record.rewards = [None] * len(self.reward_funcs)
+            record.logs = [[] for _ in self.reward_funcs]
+            return
         completions, extra_columns = self._sample(prompts, record)
         for name, values in extra_columns.items():
             for i, row in enumerate(inputs):
@@ -91,16 +150,27 @@ class UserFunctions:
         """Run TRL's `_generate` on a stand-in for the trainer: its decoding, without its collectives and metrics."""
 
         def rollout(prompts: list[Any], _: Any) -> Any:
+            assert self.rollout_func is not None
             output = checked_rollout(self.rollout_func)(prompts, self.view)
             record.rollout = dict(output)
             return output
+
+        def tokenize(prompts: list[Any]) -> tuple[list[list[int]], None, dict[str, Any]]:
+            assert self.request is not None
+            return self.request.prompt_ids, None, {}
+
+        def single_turn(*_: Any) -> tuple[list[list[int]], None]:
+            return record.completion_ids, None
 
         trainer = SimpleNamespace(
             accelerator=SimpleNamespace(device=torch.device("cpu"), gather=lambda x: x),
             model=SimpleNamespace(training=True),
             state=SimpleNamespace(num_input_tokens_seen=0),
             _metrics={"train": defaultdict(list)},
-            rollout_func=rollout,
+            rollout_func=None if self.rollout_func is None else rollout,
+            _tokenize_prompts=tokenize,
+            _generate_single_turn=single_turn,
+            num_generations=0,  # the stand-in for the turn does not read it
             use_vllm=False,
             tools=None,
             environment_factories=None,
@@ -123,7 +193,7 @@ class UserFunctions:
                 continue
             call = partial(
                 reward,
-                completion_ids=record.rollout["completion_ids"],
+                completion_ids=record.completion_ids,
                 trainer_state=self.view.state,
                 log_extra=lambda name, values, log=log: log.append(("extra", name, list(values))),
                 log_metric=lambda name, value, log=log: log.append(("metric", name, value)),
@@ -144,15 +214,25 @@ class UserFunctions:
             record.rewards[place] = list(rewards)
 
 
-def replayed(trainer: Any, record: Record) -> AbstractContextManager[None]:
-    """Make TRL's generation get what the functions returned, in the `with` block."""
+@contextmanager
+def replayed(trainer: Any, record: Record) -> Iterator[None]:
+    """Make TRL's generation get what sampler and functions returned, in the `with` block."""
 
     def rollout(prompts: list[Any], _: Any) -> dict[str, Any]:
         # TRL takes keys out of it
         return dict(record.rollout)
 
+    def respond(**_: Any) -> dict[str, Any]:
+        return record.response
+
     rewards = [_replayed_reward(record, place, reward) for place, reward in enumerate(trainer.reward_funcs)]
-    return replaced(trainer, rollout_func=rollout, reward_funcs=rewards)
+    with ExitStack() as stack:
+        stack.enter_context(replaced(trainer, reward_funcs=rewards))
+        if trainer.rollout_func is not None:
+            stack.enter_context(replaced(trainer, rollout_func=rollout))
+        elif trainer.accelerator.is_main_process:
+            stack.enter_context(replaced(trainer.vllm_generation.vllm_client, generate=respond))
+        yield
 
 
 def _replayed_reward(record: Record, place: int, reward: Any) -> Any:
@@ -166,7 +246,7 @@ def _replayed_reward(record: Record, place: int, reward: Any) -> Any:
         log_metric: Callable[..., None],
         **_: Any,
     ) -> list[float | None]:
-        if completion_ids != record.rollout["completion_ids"]:
+        if completion_ids != record.completion_ids:
             raise RuntimeError("`generation_lag=1`: completions have changed between sampling and rewards.")
         for kind, name, value in record.logs[place]:
             log = log_extra if kind == "extra" else log_metric

@@ -57,7 +57,9 @@ class BackgroundCall:
         waited = 0.0
         while not self.wait(_NEWS):
             waited += _NEWS
-            logger.warning(f"{self.name}: training has waited for {waited:.0f} s for `rollout_func` or reward functions.")
+            logger.warning(
+                f"{self.name}: training has waited for {waited:.0f} s for `rollout_func` or reward functions."
+            )
         if self._error is not None:
             raise self._error
         assert self._record is not None
@@ -79,39 +81,56 @@ class GenerationAhead:
         self._upcoming: internals.UpcomingRows | None = None
         self._tokenizer: Any = None
         self._is_first = True
+        self._sent_at_step: int | None = None  # the optimizer step of the weights that the sampler has
+
+    @property
+    def lag(self) -> int:
+        lag: int = self.trainer._added.generation_lag
+        return lag
 
     @property
     def is_on(self) -> bool:
-        return bool(self.trainer._added.generation_lag)
+        """Whether a generation batch may be sampled ahead: with a lag, or with the same weights within a step."""
+        return bool(self.lag) or (self._shares_steps and self.refusal() is None)
+
+    @property
+    def _shares_steps(self) -> bool:
+        return self.buffer.micro_batches_of_a_generation < self.trainer.args.gradient_accumulation_steps
 
     def check(self) -> None:
-        """Raise `ValueError` if this trainer cannot sample ahead."""
-        if not self.is_on:
-            return
+        """Raise `ValueError` if this trainer cannot sample with a lag."""
+        reason = self.refusal() if self.lag else None
+        if reason is not None:
+            raise ValueError(f"`generation_lag=1` is not supported here: {reason}. Or set `generation_lag=0`.")
+
+    def refusal(self) -> str | None:
+        """Return why this trainer cannot sample ahead; `None` if it can."""
         trainer = self.trainer
         ranks = trainer._ranks
         rollout_func = trainer.rollout_func
         overridden = next((x for x in ("sampler", "generation", "rewards") if trainer._replaces(x)), None)
-        if rollout_func is None:
-            reason = "it needs a `rollout_func`, whose weights are its own"
-        elif not callable(getattr(rollout_func, "sync_weights", None)):
-            reason = (
-                "`rollout_func` has no method `sync_weights(trainer)`, which copies the policy's weights to the sampler "
-                "between optimizer steps. Give it one"
+        if rollout_func is None and not (trainer.use_vllm and trainer.vllm_mode == "server"):
+            return "the sampler must be outside of this process. Use vLLM's server or a `rollout_func`"
+        if rollout_func is not None and not callable(getattr(rollout_func, "sync_weights", None)):
+            return (
+                "`rollout_func` has no method `sync_weights(trainer)`, which copies the policy's weights to the "
+                "sampler between optimizer steps. Give it one"
             )
-        elif not hasattr(trainer.train_dataset, "__len__"):
-            reason = "a streaming data set does not say which prompts come next"
-        elif trainer.tools or trainer.environment_factories is not None:
-            reason = "tools and environments run on the main thread"
-        elif trainer._added.dynamic_sampling:
-            reason = "`dynamic_sampling` draws further prompts after the rewards are known"
-        elif overridden is not None:
-            reason = f"this trainer overrides TRL's {overridden}"
-        elif ranks.tensor_parallel is not None or ranks.sequence is not None:
-            reason = "ranks that share a model or a row must sample together"
-        else:
-            return
-        raise ValueError(f"`generation_lag=1` is not supported here: {reason}, or set `generation_lag=0`.")
+        if not hasattr(trainer.train_dataset, "__len__"):
+            return "a streaming data set does not say which prompts come next. Load the data set whole"
+        if trainer.tools or trainer.environment_factories is not None:
+            return "tools and environments run on the main thread. Call them in a `rollout_func`"
+        if trainer._is_vlm:
+            return "images are processed on the main thread. Sample with a `rollout_func`"
+        if trainer._added.dynamic_sampling:
+            return "`dynamic_sampling` draws further prompts once the rewards are known. Leave it off"
+        if trainer._added.keep_sampling_mask:
+            return "the sampling mask is recorded on the main thread. Leave `keep_sampling_mask` off"
+        if overridden is not None:
+            return f"this trainer overrides TRL's {overridden}. Leave it to TRL"
+        if ranks.tensor_parallel is not None or ranks.sequence is not None:
+            return "ranks that share a model or a row must sample together. Use data parallelism"
+        return None
 
     def begin(self) -> None:
         """Called when training begins."""
@@ -120,6 +139,7 @@ class GenerationAhead:
         self._upcoming = internals.UpcomingRows(self.trainer, self.buffer)
         self._tokenizer = copy.deepcopy(self.trainer.processing_class)
         self._is_first = True
+        self._sent_at_step = None
 
     def end(self) -> None:
         """Called when training ends, also by an error. A batch that is not trained on is dropped."""
@@ -135,13 +155,11 @@ class GenerationAhead:
 
         The batch after it starts in a thread.
         """
-        if not self.is_on:
-            yield
-            return
-        if not self.trainer.model.training:
+        if not self.is_on or not self.trainer.model.training:
             if self._call is not None:
                 self._call.wait()  # a sampler gets one request at a time
-            self._send_weights()
+            if hasattr(self.trainer.rollout_func, "sync_weights"):
+                self._send_weights()
             yield
             return
         record = self._due(inputs)
@@ -162,10 +180,18 @@ class GenerationAhead:
                 "data collator or sampler of your own changes their order. Set `generation_lag=0`."
             )
         record = self._finished(number)
-        if number < self._last_batch():
+        if number < self._last_batch() and (self.lag or self._shares_step(number, number + 1)):
             self._send_weights()
             self._call = BackgroundCall(self._work(number + 1), f"generation batch {number + 1}")
         return record
+
+    def _shares_step(self, *numbers: int) -> bool:
+        """Whether generation batches begin in one optimizer step, and so have the same weights."""
+        epoch = self.buffer.micro_batches_of_an_epoch
+        assert epoch is not None
+        starts = [divmod(x * self.buffer.micro_batches_of_a_generation, epoch) for x in numbers]
+        steps = {(epoch, start // self.trainer.args.gradient_accumulation_steps) for epoch, start in starts}
+        return len(steps) == 1
 
     def _last_batch(self) -> int:
         """Return the number of the last generation batch of the training run."""
@@ -177,11 +203,10 @@ class GenerationAhead:
 
     def _finished(self, number: int) -> Record:
         record = self._record
-        call = self._call
+        if self._call is not None:
+            record = self._call.result()
         self._record = None
         self._call = None
-        if call is not None:
-            record = call.result()
         if record is not None and record.batch == number:
             return record
         self._send_weights()
@@ -199,8 +224,8 @@ class GenerationAhead:
         assert self._upcoming is not None
         trainer = self.trainer
         record = Record(batch=number, sampled_at_step=trainer.state.global_step)
-        functions = UserFunctions.of(trainer, view_of(trainer, self._tokenizer), self._tokenizer)
         inputs = self._upcoming.of_batch(number)
+        functions = UserFunctions.of(trainer, view_of(trainer, self._tokenizer), self._tokenizer, inputs)
 
         def work() -> Record:
             began = time.perf_counter()
@@ -211,7 +236,16 @@ class GenerationAhead:
         return work
 
     def _send_weights(self) -> None:
-        self.trainer.rollout_func.sync_weights(self.trainer)
+        """Send the policy's weights to the sampler, if it has older ones. All ranks call it, while no request runs."""
+        trainer = self.trainer
+        step = trainer.state.global_step
+        if trainer.rollout_func is not None:
+            if self._sent_at_step != step:
+                trainer.rollout_func.sync_weights(trainer)
+        elif trainer._last_loaded_step != step:
+            trainer.vllm_generation.sync_weights()
+            trainer._last_loaded_step = step  # TRL sends them otherwise, while a request runs
+        self._sent_at_step = step
 
     @contextmanager
     def _noticed_draws(self) -> Iterator[None]:
@@ -228,8 +262,8 @@ class GenerationAhead:
             )
 
     def _check_log_probs(self, record: Record) -> None:
-        corrects = self.trainer.vllm_importance_sampling_correction
-        if corrects and record.rollout.get("logprobs") is None:
+        corrects = self.lag and self.trainer.vllm_importance_sampling_correction
+        if corrects and self.trainer.rollout_func is not None and record.rollout.get("logprobs") is None:
             raise ValueError(
                 "`generation_lag=1`: `rollout_func` returned no `logprobs`, so the loss cannot correct for the age of "
                 "the weights. Return the log-prob of each sampled token, or accept the bias with "

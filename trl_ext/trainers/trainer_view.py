@@ -11,7 +11,9 @@ _COLLECTIVE = "Ranks would run collectives in different orders. Each rank must s
 
 _REFUSED = dict.fromkeys(("model", "model_wrapped", "ref_model", "optimizer", "lr_scheduler", "deepspeed"), _WEIGHTS)
 _REFUSED_OF_ACCELERATOR = {
-    **dict.fromkeys(("gather", "gather_for_metrics", "reduce", "pad_across_processes", "wait_for_everyone"), _COLLECTIVE),
+    **dict.fromkeys(
+        ("gather", "gather_for_metrics", "reduce", "pad_across_processes", "wait_for_everyone"), _COLLECTIVE
+    ),
     **dict.fromkeys(("unwrap_model", "get_state_dict"), _WEIGHTS),
 }
 
@@ -34,13 +36,16 @@ class _View:
         viewed = vars(self)["_viewed"]
         reason = vars(self)["_refused"].get(name)
         if reason is not None:
-            raise RuntimeError(f"`generation_lag=1`: `{type(viewed).__name__}.{name}` was read beside training. {reason}")
+            raise RuntimeError(
+                f"`generation_lag=1`: `{type(viewed).__name__}.{name}` was read beside training. {reason}"
+            )
         return getattr(viewed, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
         kind = type(vars(self)["_viewed"]).__name__
         raise RuntimeError(
-            f"`generation_lag=1`: `{kind}.{name}` was set beside training, which reads it. Keep the value in the function."
+            f"`generation_lag=1`: `{kind}.{name}` was set beside training, which reads it. Keep the value in the "
+            "function."
         )
 
 

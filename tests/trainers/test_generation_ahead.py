@@ -1,0 +1,324 @@
+"""`generation_lag=1`: training with samples of older weights, as stock TRL trains on the same samples."""
+
+import logging
+import os
+import random
+import signal
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import trl
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM, TrainerCallback
+
+import trl_ext
+from lagged_sampling import Logs, OwnSampler, delayed_trainer, even_tokens, rows, short_text
+from tiny import Workshop, word_tokenizer
+
+TOLERANCE = 1e-5
+LORA = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
+CASES: dict[str, dict[str, Any]] = {
+    "dapo": {},
+    **{name: {"loss_type": name} for name in ("grpo", "dr_grpo", "bnpo", "cispo", "sapo")},
+    "luspo": {"loss_type": "luspo", "importance_sampling_level": "sequence"},
+    "vespo": {"loss_type": "vespo", "vllm_importance_sampling_mode": "token_truncate"},
+    "token_mask": {"vllm_importance_sampling_mode": "token_mask"},
+    "sequence_truncate": {"vllm_importance_sampling_mode": "sequence_truncate"},
+    "no correction": {"vllm_importance_sampling_correction": False},
+    "KL term": {"beta": 0.05},
+    "two iterations": {"num_iterations": 2},
+    "one micro-batch a generation": {"steps_per_generation": 1},
+    "two steps a generation": {"steps_per_generation": 4},
+    "two iterations of two steps": {"num_iterations": 2, "steps_per_generation": 4},
+    "two epochs": {"max_steps": -1, "num_train_epochs": 2, "rows": 24},
+    "LoRA": {"peft_config": LORA},
+}
+FAST = ("dapo", "two iterations of two steps", "two epochs", "LoRA", "KL term")
+
+
+class Run:
+    """A training of ours or, with `stock`, of TRL's."""
+
+    def __init__(
+        self,
+        workshop: Workshop,
+        folder: Path,
+        *,
+        lag: int = 1,
+        stock: bool = False,
+        seconds: float = 0.0,
+        sampler: Callable[[Any], Any] = OwnSampler,
+        callbacks: Any = (),
+        **arguments: Any,
+    ) -> None:
+        self.path = workshop.model("untied")
+        names = ("peft_config", "reward_funcs", "eval_dataset")
+        parts = {name: arguments.pop(name) for name in names if name in arguments}
+        count = arguments.pop("rows", 64)
+        options = {
+            "output_dir": str(folder),
+            "per_device_train_batch_size": 4,
+            "gradient_accumulation_steps": 2,
+            "num_generations": 4,
+            "max_steps": 5,
+            "max_completion_length": 10,
+            "learning_rate": 3e-3,
+            "lr_scheduler_type": "constant",
+            "logging_steps": 1,
+            "report_to": "none",
+            "save_strategy": "no",
+            "bf16": False,
+            "use_cpu": True,
+            "gradient_checkpointing": False,
+            "seed": 7,
+            "disable_tqdm": True,
+            **arguments,
+        }
+        self.logs = Logs()
+        torch.manual_seed(1)
+        model = self._loaded() if not options.get("beta") else self.path
+        self.sampler = sampler(self._adapted(parts))
+        common = {
+            "model": model,
+            "reward_funcs": [even_tokens, short_text],
+            "train_dataset": rows(count),
+            "processing_class": word_tokenizer(),
+            "callbacks": [self.logs, *callbacks],
+            **parts,
+        }
+        if stock:
+            self.trainer = delayed_trainer(self.sampler, lag=lag, args=trl.GRPOConfig(**options), **common)
+        else:
+            config = trl_ext.GRPOConfig(generation_lag=lag, show_plan=False, **options)
+            self.trainer = trl_ext.GRPOTrainer(rollout_func=self.sampler, args=config, **common)
+        for name, x in self.trainer.model.named_parameters():
+            if "lora" in name:
+                generator = torch.Generator().manual_seed(len(name))
+                x.data.copy_(0.05 * torch.randn(x.shape, generator=generator))
+        self.start = self._weights()
+
+    def train(self, resume: Any = None) -> "Run":
+        self.trainer.train(resume_from_checkpoint=resume)
+        self.weights = self._weights()
+        return self
+
+    def logged(self, name: str) -> list[float]:
+        return [log[name] for log in self.logs.logs if name in log]
+
+    def _loaded(self) -> Any:
+        return AutoModelForCausalLM.from_pretrained(self.path)
+
+    def _adapted(self, parts: dict[str, Any]) -> Any:
+        return get_peft_model(self._loaded(), parts["peft_config"]) if "peft_config" in parts else self._loaded()
+
+    def _weights(self) -> torch.Tensor:
+        return torch.cat([x.detach().flatten().clone() for x in self.trainer.model.parameters()])
+
+
+def distance(one: Run, other: Run) -> float:
+    """Return the largest difference of a weight, relative to the largest change of one by training."""
+    changed = float((other.weights - other.start).abs().max())
+    assert changed > 1e-4
+    return float((one.weights - other.weights).abs().max()) / changed
+
+
+def threads_left() -> list[str]:
+    return [x.name for x in threading.enumerate() if x.name.startswith("generation batch")]
+
+
+@pytest.mark.parametrize("name", [pytest.param(x, marks=() if x in FAST else pytest.mark.slow) for x in CASES])
+def test_lag_of_one_trains_as_stock_trl_does_on_older_samples(name: str, workshop: Workshop, tmp_path: Path) -> None:
+    ours = Run(workshop, tmp_path / "a", **CASES[name]).train()
+    stock = Run(workshop, tmp_path / "b", stock=True, **CASES[name]).train()
+    losses = ours.logged("loss"), stock.logged("loss")
+    size = max(1.0, *map(abs, losses[1]))  # some losses are sums over tokens
+    assert losses[0] == pytest.approx(losses[1], abs=TOLERANCE * size)
+    assert len(losses[0]) > 2
+    for metric in ("reward", "completions/mean_length", "mean_tokens", "num_tokens"):
+        assert ours.logged(metric) == pytest.approx(stock.logged(metric), abs=1e-6), metric
+    assert distance(ours, stock) < 3e-3
+    assert max(ours.logged("generation_ahead/age_in_steps")) > 0
+    assert threads_left() == []
+
+
+def test_without_a_delay_stock_trl_trains_otherwise(workshop: Workshop, tmp_path: Path) -> None:
+    ours = Run(workshop, tmp_path / "a").train()
+    stock = Run(workshop, tmp_path / "b", stock=True, lag=0).train()
+    assert distance(ours, stock) > 0.1
+
+
+def test_each_batch_is_sampled_with_the_weights_before_the_one_ahead_of_it(workshop: Workshop, tmp_path: Path) -> None:
+    run = Run(workshop, tmp_path).train()
+    assert run.sampler.steps == [0, 0, 1, 2, 3]
+    assert run.logged("generation_ahead/age_in_steps") == [0, 1, 1, 1, 1]
+
+
+class SamplesWith(OwnSampler):
+    """A sampler that calls a function of the trainer first."""
+
+    def __init__(self, model: Any, read: Callable[[Any], Any]) -> None:
+        super().__init__(model)
+        self.read = read
+
+    def __call__(self, prompts: list[str], trainer: Any) -> dict[str, Any]:
+        self.read(trainer)
+        return super().__call__(prompts, trainer)
+
+
+@pytest.mark.parametrize(
+    ("read", "message"),
+    [
+        (lambda trainer: trainer.model, "GRPOTrainer.model` was read beside training"),
+        (lambda trainer: trainer.accelerator.gather(torch.ones(1)), "Accelerator.gather` was read beside training"),
+        (lambda trainer: trainer.accelerator.unwrap_model(None), "sync_weights"),
+        (lambda trainer: setattr(trainer, "note", 1), "GRPOTrainer.note` was set beside training"),
+        (lambda trainer: torch.rand(1), "draws from torch's global generator"),
+        (lambda trainer: random.random(), "draws from the module `random`"),
+        (lambda trainer: np.random.rand(), "draws from NumPy's global generator"),
+    ],
+)
+def test_what_races_with_training_is_an_error_before_the_first_step(
+    read: Callable[[Any], Any], message: str, workshop: Workshop, tmp_path: Path
+) -> None:
+    run = Run(workshop, tmp_path, sampler=lambda model: SamplesWith(model, read))
+    with pytest.raises((RuntimeError, ValueError), match="`generation_lag=1`") as caught:
+        run.train()
+    assert message in str(caught.value)
+    assert run.trainer.state.global_step == 0
+
+
+def test_a_sampler_without_log_probs_needs_the_correction_off(workshop: Workshop, tmp_path: Path) -> None:
+    class WithoutLogProbs(OwnSampler):
+        def __call__(self, prompts: list[str], trainer: Any) -> dict[str, Any]:
+            return super().__call__(prompts, trainer) | {"logprobs": None}
+
+    with pytest.raises(ValueError, match="`rollout_func` returned no `logprobs`"):
+        Run(workshop, tmp_path / "a", sampler=WithoutLogProbs).train()
+    off = Run(workshop, tmp_path / "b", sampler=WithoutLogProbs, vllm_importance_sampling_correction=False)
+    assert len(off.train().logged("loss")) == 5
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"dynamic_sampling": True}, "`dynamic_sampling` draws further prompts"),
+        ({"sampler": lambda model: OwnSampler(model).__call__}, "has no method `sync_weights"),
+    ],
+)
+def test_what_is_not_supported_is_an_error(
+    arguments: dict[str, Any], message: str, workshop: Workshop, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match="`generation_lag=1` is not supported here") as caught:
+        Run(workshop, tmp_path, **arguments)
+    assert message in str(caught.value)
+
+
+def test_an_error_of_a_reward_function_ends_the_step_that_needs_it(workshop: Workshop, tmp_path: Path) -> None:
+    calls = 0
+
+    def fails_at_the_fourth(completion_ids: list[list[int]], **_: Any) -> list[float]:
+        nonlocal calls
+        calls += 1
+        if calls == 4:
+            raise ZeroDivisionError("a fault of the reward function")
+        return [float(sum(ids) % 5) for ids in completion_ids]
+
+    run = Run(workshop, tmp_path, reward_funcs=[fails_at_the_fourth])
+    with pytest.raises(ZeroDivisionError) as caught:
+        run.train()
+    assert run.trainer.state.global_step == 3
+    assert "fails_at_the_fourth" in [frame.name for frame in traceback.extract_tb(caught.value.__traceback__)]
+    assert threads_left() == []
+
+
+def test_an_early_stop_leaves_no_thread(workshop: Workshop, tmp_path: Path) -> None:
+    class Stops(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            control.should_training_stop = state.global_step == 2
+
+    run = Run(workshop, tmp_path, callbacks=[Stops()], seconds=0.3)
+    run.train()
+    assert run.trainer.state.global_step == 2
+    assert threads_left() == []
+
+
+def test_an_interrupt_ends_training_while_the_sampler_hangs(
+    workshop: Workshop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    released = threading.Event()
+
+    def hang(trainer: Any) -> None:
+        if trainer.state.global_step == 1:
+            os.kill(os.getpid(), signal.SIGINT)
+            released.wait()
+
+    monkeypatch.setattr("trl_ext.trainers.generation_ahead._PATIENCE", 0.1)
+    caplog.set_level(logging.WARNING, logger="trl_ext")
+    run = Run(workshop, tmp_path, sampler=lambda model: SamplesWith(model, hang))
+    with pytest.raises(KeyboardInterrupt):
+        run.train()
+    assert any("still runs after" in x for x in caplog.messages)
+    released.set()
+    time.sleep(0.5)
+    assert threads_left() == []
+
+
+def test_a_sampler_that_hangs_is_named(
+    workshop: Workshop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("trl_ext.trainers.generation_ahead._NEWS", 0.05)
+    caplog.set_level(logging.WARNING, logger="trl_ext")
+    sampler = lambda model: SamplesWith(model, lambda trainer: time.sleep(0.5))  # noqa: E731
+    Run(workshop, tmp_path, sampler=sampler, max_steps=2).train()
+    assert any("generation batch 1: training has waited" in x for x in caplog.messages)
+
+
+def test_evaluation_waits_for_the_batch_in_flight(workshop: Workshop, tmp_path: Path) -> None:
+    running = 0
+    most = 0
+
+    class Counts(OwnSampler):
+        def __call__(self, prompts: list[str], trainer: Any) -> dict[str, Any]:
+            nonlocal running, most
+            running += 1
+            most = max(most, running)
+            try:
+                return super().__call__(prompts, trainer)
+            finally:
+                running -= 1
+
+    options = {"eval_strategy": "steps", "eval_steps": 1, "eval_dataset": rows(4), "per_device_eval_batch_size": 4}
+    with_evaluation = Run(workshop, tmp_path / "a", sampler=Counts, **options).train()
+    without = Run(workshop, tmp_path / "b").train()
+    assert most == 1
+    # An evaluation draws a seed for its data loader, so rows are shuffled otherwise, and sums rounded otherwise
+    assert distance(with_evaluation, without) < 3e-3
+    assert with_evaluation.logged("reward") == without.logged("reward")
+
+
+@pytest.mark.parametrize("schedule", [{}, {"steps_per_generation": 4}, {"num_iterations": 2}])
+@pytest.mark.parametrize("step", [1, 2, 3])
+def test_a_resumed_run_continues_bit_for_bit(
+    step: int, schedule: dict[str, int], workshop: Workshop, tmp_path: Path
+) -> None:
+    options = {"save_strategy": "steps", "save_steps": 1, **schedule}
+    whole = Run(workshop, tmp_path, **options).train()
+    resumed = Run(workshop, tmp_path / "b", **options).train(str(tmp_path / f"checkpoint-{step}"))
+    assert torch.equal(resumed.weights, whole.weights)
+    assert resumed.logged("loss") == whole.logged("loss")[step:]
+
+
+@pytest.mark.parametrize("lags", [(0, 1), (1, 0)])
+def test_a_run_resumes_with_another_lag(lags: tuple[int, int], workshop: Workshop, tmp_path: Path) -> None:
+    before, after = lags
+    options = {"save_strategy": "steps", "save_steps": 1}
+    Run(workshop, tmp_path, lag=before, max_steps=2, **options).train()
+    resumed = Run(workshop, tmp_path / "b", lag=after, **options).train(str(tmp_path / "checkpoint-2"))
+    assert len(resumed.logged("loss")) == 3
