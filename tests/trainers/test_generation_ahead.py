@@ -256,6 +256,7 @@ def test_an_interrupt_ends_training_while_the_sampler_hangs(
 
     def hang(trainer: Any) -> None:
         if trainer.state.global_step == 1:
+            time.sleep(0.2)
             os.kill(os.getpid(), signal.SIGINT)
             released.wait()
 
