@@ -38,19 +38,21 @@ class BackgroundCall:
         self._call = call
         self._record: Record | None = None
         self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._thread.start()
+        # Not the thread's `join`: interrupted by Ctrl-C, it takes the thread for ended (https://bugs.python.org/issue45274)
+        self._has_ended = threading.Event()
+        threading.Thread(target=self._run, name=name, daemon=True).start()
 
     def _run(self) -> None:
         try:
             self._record = self._call()
         except BaseException as error:  # raised on the main thread, at the step that needs the record
             self._error = error
+        finally:
+            self._has_ended.set()
 
     def wait(self, seconds: float | None = None) -> bool:
         """Wait until the call has ended, for at most `seconds`. Returns whether it has."""
-        self._thread.join(seconds)
-        return not self._thread.is_alive()
+        return self._has_ended.wait(seconds)
 
     def result(self) -> Record:
         """Return what the call returned, or raise what it raised. Says once a minute that it waits."""
@@ -189,8 +191,9 @@ class GenerationAhead:
         """Whether generation batches begin in one optimizer step, and so have the same weights."""
         epoch = self.buffer.micro_batches_of_an_epoch
         assert epoch is not None
+        accumulation_steps = self.trainer.args.gradient_accumulation_steps
         starts = [divmod(x * self.buffer.micro_batches_of_a_generation, epoch) for x in numbers]
-        steps = {(epoch, start // self.trainer.args.gradient_accumulation_steps) for epoch, start in starts}
+        steps = {(epochs, start // accumulation_steps) for epochs, start in starts}
         return len(steps) == 1
 
     def _last_batch(self) -> int:
