@@ -1,7 +1,7 @@
 """What is known of each loss type: one row for each, in a table for each method.
 
-All decisions that depend on a loss type read these rows. A loss type without a row has the row `UNKNOWN_…` of its
-method, which assumes nothing.
+Decisions on passes, rows and metrics read these rows. A loss type without a row has the row `UNKNOWN_…` of its method,
+which assumes nothing.
 """
 
 from collections.abc import Iterable
