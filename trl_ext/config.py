@@ -46,6 +46,7 @@ _FEATURES = {
     "sft_label_smoothing",
     "trust_sampling_log_probs",
     "keep_sampling_mask",
+    "generation_lag",
     "dynamic_sampling",
     "vllm_engine_args",
 }

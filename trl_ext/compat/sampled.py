@@ -137,6 +137,7 @@ class SampledInternals(Protocol):
     model: Any
     state: Any
     train_dataset: Any
+    shuffle_dataset: bool
     callback_handler: Any
     reward_funcs: list[Any]
     num_iterations: int

@@ -39,6 +39,8 @@ class GRPOFacts(SampledFacts):
     keep_sampling_mask: bool
     per_device_train_batch_size: int
     optim: str
+    generation_lag: int
+    samples_ahead: bool  # the next generation batch is sampled while one trains
     dynamic_sampling: bool
     dynamic_sampling_max_draws: int
     importance_sampling_level: str
@@ -117,7 +119,7 @@ def plan_grpo(facts: GRPOFacts) -> GRPOPlan:
         )
     return GRPOPlan(
         decisions=(
-            plan_generation(facts, corrects_for_sampler=corrects),
+            _generation(facts, corrects),
             _policy(facts, keeps_mask),
             _old_policy(facts, misaligned),
             plan_reference_pass(facts),
@@ -140,6 +142,32 @@ def plan_grpo(facts: GRPOFacts) -> GRPOPlan:
         merges=merges,
         keeps_sampling_mask=keeps_mask,
     )
+
+
+def _generation(facts: GRPOFacts, corrects: bool) -> Decision:
+    decision = plan_generation(facts, corrects_for_sampler=corrects)
+    if not facts.samples_ahead:
+        return decision
+    if not facts.generation_lag:
+        ahead = "Where generation batches share an optimizer step, the next one is sampled and rewarded while one trains."
+        return Decision("generation", "run", f"{decision.reason} {ahead}", routine=True)
+    ahead = (
+        "While a generation batch trains, the next one is sampled and rewarded, with the weights from before "
+        "(`generation_lag=1`)."
+    )
+    if not corrects:
+        return Decision("generation", "run", f"{decision.reason} {ahead} The loss does not correct for their age.")
+    assert facts.sampler_ratio is not None
+    ahead += (
+        " The loss is multiplied by the ratio of old policy to sampler "
+        f"(`vllm_importance_sampling_mode={facts.sampler_ratio.mode!r}`)."
+    )
+    if facts.sampler_ratio.mode == "sequence_mask":
+        ahead += (
+            " This mode drops a completion whose ratio is too large, and older weights make it larger. If "
+            "`sampling/importance_sampling_ratio_clipped_share` is high, set \"token_truncate\"."
+        )
+    return Decision("generation", "run", f"{decision.reason} {ahead}")
 
 
 def check_options(facts: Any) -> None:
