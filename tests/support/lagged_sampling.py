@@ -11,6 +11,8 @@ from typing import Any
 import torch
 import trl
 from datasets import Dataset
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback
 
 MOST_TOKENS = 10
@@ -18,6 +20,14 @@ MOST_TOKENS = 10
 
 def rows(count: int = 64) -> Dataset:
     return Dataset.from_list([{"prompt": f"w{i % 7} w{i % 11} w{i}", "answer": i % 5} for i in range(count)])
+
+
+def whole_weights(trainer: Any) -> dict[str, torch.Tensor]:
+    """Return the policy's weights, whole, also if ranks hold shards. All ranks call it."""
+    policy = trainer.accelerator.unwrap_model(trainer.model)
+    if not any(isinstance(x, DTensor) for x in policy.parameters()):
+        return dict(policy.state_dict())
+    return dict(get_model_state_dict(trainer.model_wrapped, options=StateDictOptions(full_state_dict=True)))
 
 
 class OwnSampler:
@@ -34,9 +44,7 @@ class OwnSampler:
         self.steps: list[int] = []  # of the trainer's state, at each call
 
     def sync_weights(self, trainer: Any) -> None:
-        policy = trainer.accelerator.unwrap_model(trainer.model)
-        weights = {name: x for name, x in policy.state_dict().items() if "trl_ext" not in name}
-        self.model.load_state_dict(weights)
+        self.model.load_state_dict(whole_weights(trainer))
 
     @torch.no_grad()
     def __call__(self, prompts: list[str], trainer: Any) -> dict[str, Any]:
@@ -79,7 +87,7 @@ class Delayed:
             self.sampler.sync_weights(trainer)
         else:
             self.sampler.model.load_state_dict(self._weights)
-        self._weights = copy.deepcopy(trainer.accelerator.unwrap_model(trainer.model).state_dict())
+        self._weights = copy.deepcopy(whole_weights(trainer))
         return self.sampler(prompts, trainer)
 
 

@@ -69,7 +69,9 @@ class Run:
             "num_generations": 4,
             "max_steps": 5,
             "max_completion_length": 10,
-            "learning_rate": 3e-3,
+            "learning_rate": 0.1,
+            "optim": "sgd",  # Adam's step is nearly a sign, which turns rounding into a full update
+            "max_grad_norm": 0.0,
             "lr_scheduler_type": "constant",
             "logging_steps": 1,
             "report_to": "none",
@@ -144,7 +146,7 @@ def test_lag_of_one_trains_as_stock_trl_does_on_older_samples(name: str, worksho
     assert len(losses[0]) > 2
     for metric in ("reward", "completions/mean_length", "mean_tokens", "num_tokens"):
         assert ours.logged(metric) == pytest.approx(stock.logged(metric), abs=1e-6), metric
-    assert distance(ours, stock) < 3e-3
+    assert distance(ours, stock) < 1e-4
     assert max(ours.logged("generation_ahead/age_in_steps")) > 0
     assert threads_left() == []
 
@@ -301,7 +303,7 @@ def test_evaluation_waits_for_the_batch_in_flight(workshop: Workshop, tmp_path: 
     without = Run(workshop, tmp_path / "b").train()
     assert most == 1
     # An evaluation draws a seed for its data loader, so rows are shuffled otherwise, and sums rounded otherwise
-    assert distance(with_evaluation, without) < 3e-3
+    assert distance(with_evaluation, without) < 1e-4
     assert with_evaluation.logged("reward") == without.logged("reward")
 
 

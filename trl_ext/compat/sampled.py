@@ -426,7 +426,8 @@ class Buffer:
     def __init__(self, trainer: SampledInternals) -> None:
         self.trainer = trainer
         self.window_began = 0
-        self.sampled_at_step = 0  # the optimizer step whose weights sampled the completions
+        self.sampled_at_step = 0  # the optimizer step at which TRL's generation returned the completions
+        self.sampler_is_older = False  # whether older weights sampled them (`generation_lag`)
         self.sampler: Any = None
 
     def window_begins(self) -> None:

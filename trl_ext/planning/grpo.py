@@ -149,7 +149,9 @@ def _generation(facts: GRPOFacts, corrects: bool) -> Decision:
     if not facts.samples_ahead:
         return decision
     if not facts.generation_lag:
-        ahead = "Where generation batches share an optimizer step, the next one is sampled and rewarded while one trains."
+        ahead = (
+            "Where generation batches share an optimizer step, the next one is sampled and rewarded while one trains."
+        )
         return Decision("generation", "run", f"{decision.reason} {ahead}", routine=True)
     ahead = (
         "While a generation batch trains, the next one is sampled and rewarded, with the weights from before "
@@ -165,7 +167,7 @@ def _generation(facts: GRPOFacts, corrects: bool) -> Decision:
     if facts.sampler_ratio.mode == "sequence_mask":
         ahead += (
             " This mode drops a completion whose ratio is too large, and older weights make it larger. If "
-            "`sampling/importance_sampling_ratio_clipped_share` is high, set \"token_truncate\"."
+            '`sampling/importance_sampling_ratio_clipped_share` is high, set "token_truncate".'
         )
     return Decision("generation", "run", f"{decision.reason} {ahead}")
 

@@ -167,8 +167,10 @@ class GenerationAhead:
         record = self._due(inputs)
         with replayed(self.trainer, record):
             yield
+        age = self.trainer.state.global_step - record.sampled_at_step
+        self.buffer.sampler_is_older = age > 0
         metrics = internals.mode_metrics(self.trainer)
-        metrics["generation_ahead/age_in_steps"].append(self.trainer.state.global_step - record.sampled_at_step)
+        metrics["generation_ahead/age_in_steps"].append(age)
         metrics["seconds/generation_ahead"].append(record.seconds)
 
     def _due(self, inputs: list[dict[str, Any]]) -> Record:

@@ -194,6 +194,7 @@ class SampledMetrics:
         # Truncation, a repetition penalty and random draws make the log-probs differ even if the weights are the same
         has_penalty = trainer.args.repetition_penalty != 1.0
         has_same_distribution = not is_truncated and not has_penalty and trainer.plan.facts.randomness is None
+        has_same_distribution &= not self.buffer.sampler_is_older
         difference = largest_difference(statistics)
         if difference is not None and trainer.model.training and has_same_distribution:
             self._sampler_check.observe(difference, self.buffer.sampled_at_step)
