@@ -228,3 +228,50 @@ def test_after_a_failed_update_the_next_one_succeeds(server, tmp_path, weights, 
     with pytest.raises((RuntimeError, OSError), match=error):
         trainer.vllm_generation.vllm_client.update_named_params([], weights())
     assert_agrees(trainer, steps=2)
+
+
+def delay_weights(trainer: Any) -> None:
+    """Make a trainer of TRL send the weights of the sync before."""
+    sync = trainer.vllm_generation.sync_weights
+    params = dict(trainer.model.named_parameters())
+    before = {name: x.detach().clone() for name, x in params.items()}
+
+    def sync_older() -> None:
+        nonlocal before
+        now = {name: x.detach().clone() for name, x in params.items()}
+        load(before)
+        sync()
+        load(now)
+        before = now
+
+    @torch.no_grad()
+    def load(weights: dict[str, torch.Tensor]) -> None:
+        for name, x in params.items():
+            x.copy_(weights[name])
+
+    trainer.vllm_generation.sync_weights = sync_older
+
+
+def test_with_a_lag_training_equals_stock_trl_with_older_weights(server, tmp_path, caplog):
+    ours = of_url(server("untied"), tmp_path, generation_lag=1, show_plan=False)
+    ours.train()
+    stock = of_url(server("untied"), tmp_path, trl.GRPOTrainer)
+    delay_weights(stock)
+    stock.train()
+    for name in ("loss", "reward", "grad_norm", "num_tokens"):
+        assert column(ours, name) == pytest.approx(column(stock, name), rel=1e-4, abs=1e-5), name
+    assert column(ours, "generation_ahead/age_in_steps") == [0, 1, 1, 1, 1, 1]
+    assert column(ours, KL)[0] < 1e-9 < 1e-5 < min(column(ours, KL)[1:])
+    assert "not samples of the policy" not in caplog.text
+
+
+def test_within_a_step_the_next_batch_is_sampled_ahead_and_training_equals_stock_trl(server, tmp_path):
+    options = {"gradient_accumulation_steps": 3, "steps_per_generation": 1, "max_steps": 3}
+    ours = of_url(server("untied"), tmp_path, **options)
+    ours.train()
+    assert "share an optimizer step" in ours.explain()["generation"].reason
+    assert column(ours, "generation_ahead/age_in_steps") == [0, 0, 0]
+    stock = of_url(server("untied"), tmp_path, trl.GRPOTrainer, **options)
+    stock.train()
+    for name in ("loss", "reward", "grad_norm", "num_tokens"):
+        assert column(ours, name) == pytest.approx(column(stock, name), rel=1e-4, abs=1e-5), name

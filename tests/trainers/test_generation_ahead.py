@@ -326,3 +326,52 @@ def test_a_run_resumes_with_another_lag(lags: tuple[int, int], workshop: Worksho
     Run(workshop, tmp_path, lag=before, max_steps=2, **options).train()
     resumed = Run(workshop, tmp_path / "b", lag=after, **options).train(str(tmp_path / "checkpoint-2"))
     assert len(resumed.logged("loss")) == 3
+
+
+@pytest.mark.parametrize("batches", [2, 4])
+def test_within_a_step_the_next_batch_is_sampled_ahead_without_a_lag(
+    batches: int, workshop: Workshop, tmp_path: Path
+) -> None:
+    """Bit for bit what a `rollout_func` gives that takes the weights itself, one batch after the other."""
+
+    class TakesWeights(OwnSampler):
+        sync_weights = None  # type: ignore[assignment]
+
+        def __call__(self, prompts: list[str], trainer: Any) -> dict[str, Any]:
+            self.model.load_state_dict(trainer.model.state_dict())
+            return super().__call__(prompts, trainer)
+
+    threads: list[str] = []
+
+    class NotesThread(OwnSampler):
+        def __call__(self, prompts: list[str], trainer: Any) -> dict[str, Any]:
+            threads.append(threading.current_thread().name)
+            return super().__call__(prompts, trainer)
+
+    options = {"gradient_accumulation_steps": batches, "steps_per_generation": 1, "max_steps": 3, "lag": 0}
+    ahead = Run(workshop, tmp_path / "a", sampler=NotesThread, **options).train()
+    in_turn = Run(workshop, tmp_path / "b", sampler=TakesWeights, **options).train()
+    assert torch.equal(ahead.weights, in_turn.weights)
+    assert ahead.sampler.steps == in_turn.sampler.steps
+    names = [f"generation batch {x}" if x % batches else "MainThread" for x in range(3 * batches)]
+    assert threads == names
+    for name in ("loss", "reward", "num_tokens", "mean_tokens", "grad_norm"):
+        assert ahead.logged(name) == in_turn.logged(name)
+
+
+@pytest.mark.parametrize("name", ["JSON", "not JSON"])
+def test_a_batch_that_cannot_be_saved_is_sampled_again(
+    name: str, workshop: Workshop, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class ReturnsTensors(OwnSampler):
+        def __call__(self, prompts: list[str], trainer: Any) -> dict[str, Any]:
+            output = super().__call__(prompts, trainer)
+            return output | {"note": [torch.ones(1) for _ in prompts]} if name == "not JSON" else output
+
+    caplog.set_level(logging.WARNING, logger="trl_ext")
+    options = {"save_strategy": "steps", "save_steps": 1, "sampler": ReturnsTensors}
+    whole = Run(workshop, tmp_path, **options).train()
+    resumed = Run(workshop, tmp_path / "b", **options).train(str(tmp_path / "checkpoint-2"))
+    lost = any("is sampled again: it cannot be saved" in x for x in caplog.messages)
+    assert lost == (name == "not JSON")
+    assert len(resumed.logged("loss")) == len(whole.logged("loss")) - 2

@@ -99,6 +99,11 @@ class GenerationAhead:
     def _shares_steps(self) -> bool:
         return self.buffer.micro_batches_of_a_generation < self.trainer.args.gradient_accumulation_steps
 
+    @property
+    def _sends_weights(self) -> bool:
+        """Whether a `rollout_func` says how to send weights to its sampler."""
+        return callable(getattr(self.trainer.rollout_func, "sync_weights", None))
+
     def check(self) -> None:
         """Raise `ValueError` if this trainer cannot sample with a lag."""
         reason = self.refusal() if self.lag else None
@@ -113,7 +118,7 @@ class GenerationAhead:
         overridden = next((x for x in ("sampler", "generation", "rewards") if trainer._replaces(x)), None)
         if rollout_func is None and not (trainer.use_vllm and trainer.vllm_mode == "server"):
             return "the sampler must be outside of this process. Use vLLM's server or a `rollout_func`"
-        if rollout_func is not None and not callable(getattr(rollout_func, "sync_weights", None)):
+        if rollout_func is not None and not self._sends_weights:
             return (
                 "`rollout_func` has no method `sync_weights(trainer)`, which copies the policy's weights to the "
                 "sampler between optimizer steps. Give it one"
@@ -160,7 +165,7 @@ class GenerationAhead:
         if not self.is_on or not self.trainer.model.training:
             if self._call is not None:
                 self._call.wait()  # a sampler gets one request at a time
-            if hasattr(self.trainer.rollout_func, "sync_weights"):
+            if self._sends_weights:
                 self._send_weights()
             yield
             return
