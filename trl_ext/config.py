@@ -310,9 +310,8 @@ class AddedGRPOFields(AddedGroupFields, AddedStepFields):
 
     generation_lag: int = field(default=0, metadata={"choices": [0, 1]})
     """Generation batches by which the sampler's weights are older than TRL's. `1`: while a generation batch trains, a
-    thread samples and rewards the next one with the weights from before. Needs a `rollout_func` with a method
-    `sync_weights(trainer)`. The loss corrects for the age as it does for vLLM
-    (`vllm_importance_sampling_correction`)."""
+    thread samples and rewards the next one with the weights from before. The loss corrects for their age, as TRL does
+    with vLLM (`vllm_importance_sampling_correction`)."""
 
     dynamic_sampling: bool = False
     """Replace zero-advantage groups by groups of other prompts. This changes which prompts are trained on."""

@@ -375,3 +375,17 @@ def test_a_batch_that_cannot_be_saved_is_sampled_again(
     lost = any("is sampled again: it cannot be saved" in x for x in caplog.messages)
     assert lost == (name == "not JSON")
     assert len(resumed.logged("loss")) == len(whole.logged("loss")) - 2
+
+
+def test_a_second_training_begins_with_the_first_prompts(workshop: Workshop, tmp_path: Path) -> None:
+    ours = Run(workshop, tmp_path / "a", max_steps=3).train().train()
+    stock = Run(workshop, tmp_path / "b", stock=True, lag=0, max_steps=3)
+    rewards = stock.train().train().logged("mean_tokens")
+    assert len(ours.logged("loss")) == len(rewards) == 6
+    assert ours.logged("generation_ahead/age_in_steps") == [0, 1, 1, 0, 1, 1]
+
+
+def test_a_second_training_within_a_generation_batch_is_an_error(workshop: Workshop, tmp_path: Path) -> None:
+    run = Run(workshop, tmp_path, max_steps=3, steps_per_generation=4).train()
+    with pytest.raises(ValueError, match="the last `train\\(\\)` ended within a generation batch"):
+        run.train()

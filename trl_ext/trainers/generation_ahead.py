@@ -80,6 +80,8 @@ class GenerationAhead:
         self.buffer = buffer
         self._call: BackgroundCall | None = None
         self._record: Record | None = None  # of a checkpoint
+        self._knows_prompts = True  # whether it is known which prompts come next
+        self._first_batch = 0  # the number of this training run's first generation batch since the trainer was built
         self._upcoming: internals.UpcomingRows | None = None
         self._tokenizer: Any = None
         self._is_first = True
@@ -93,7 +95,7 @@ class GenerationAhead:
     @property
     def is_on(self) -> bool:
         """Whether a generation batch may be sampled ahead: with a lag, or with the same weights within a step."""
-        return bool(self.lag) or (self._shares_steps and self.refusal() is None)
+        return bool(self.lag) or (self._shares_steps and self._knows_prompts and self.refusal() is None)
 
     @property
     def _shares_steps(self) -> bool:
@@ -141,8 +143,12 @@ class GenerationAhead:
 
     def begin(self) -> None:
         """Called when training begins."""
+        self._knows_prompts = True
         if not self.is_on:
             return
+        if self.buffer.in_mid_cycle:
+            self._lose_prompts("the last `train()` ended within a generation batch. Build a new trainer")
+        self._first_batch = self.buffer.number
         self._upcoming = internals.UpcomingRows(self.trainer, self.buffer)
         self._tokenizer = copy.deepcopy(self.trainer.processing_class)
         self._is_first = True
@@ -169,7 +175,11 @@ class GenerationAhead:
                 self._send_weights()
             yield
             return
-        record = self._due(inputs)
+        with self.trainer._phase_times.measured("generation"):
+            record = self._due(inputs)
+        if record is None:
+            yield
+            return
         with replayed(self.trainer, record):
             yield
         age = self.trainer.state.global_step - record.sampled_at_step
@@ -178,16 +188,21 @@ class GenerationAhead:
         metrics["generation_ahead/age_in_steps"].append(age)
         metrics["seconds/generation_ahead"].append(record.seconds)
 
-    def _due(self, inputs: list[dict[str, Any]]) -> Record:
-        """Return the record of the batch of `inputs`, and start the next one."""
+    def _lose_prompts(self, reason: str) -> None:
+        """Give up sampling ahead in this training run. With a lag, raise `ValueError`."""
+        if self.lag:
+            raise ValueError(f"`generation_lag=1`: it is not known which prompts come next, because {reason}.")
+        self._knows_prompts = False
+        self.end()
+
+    def _due(self, inputs: list[dict[str, Any]]) -> Record | None:
+        """Return the record of the batch of `inputs`, and start the next one. `None`: TRL samples in turn."""
         assert self._upcoming is not None
-        number = self.buffer.number
+        number = self.buffer.number - self._first_batch
         expected = self._upcoming.of_batch(number)
         if [row.get("prompt") for row in inputs] != [row.get("prompt") for row in expected]:
-            raise RuntimeError(
-                f"`generation_lag=1`: generation batch {number} of the data loader has other prompts than expected. A "
-                "data collator or sampler of your own changes their order. Set `generation_lag=0`."
-            )
+            self._lose_prompts(f"the data loader has others in generation batch {number}. Leave their order to TRL")
+            return None
         record = self._finished(number)
         if number < self._last_batch() and (self.lag or self._shares_step(number, number + 1)):
             self._send_weights()
@@ -295,6 +310,9 @@ class GenerationAhead:
             write_ahead(folder, rank, None, lost=f"{type(error).__name__}: {error}")
 
     def resume(self, folder: Path) -> None:
+        if self.trainer.args.ignore_data_skip:
+            self._lose_prompts("with `ignore_data_skip`, the epoch starts again. Leave it off")
+        self._first_batch = 0  # a resumed run counts from its beginning
         record, lost = read_ahead(folder, self.trainer.args.process_index)
         if record is not None:
             self._record = Record(**record)
