@@ -313,6 +313,10 @@ class AddedGRPOFields(AddedGroupFields, AddedStepFields):
     thread samples and rewards the next one with the weights from before. The loss corrects for their age, as TRL does
     with vLLM (`vllm_importance_sampling_correction`)."""
 
+    sample_ahead: bool | None = None
+    """Sample and reward the next generation batch in a thread while one trains, where it gets the same weights. `None`:
+    with vLLM's server. `True`: also with a `rollout_func` that has a method `sync_weights(trainer)`. `False`: never."""
+
     dynamic_sampling: bool = False
     """Replace zero-advantage groups by groups of other prompts. This changes which prompts are trained on."""
 

@@ -59,7 +59,7 @@ class Run:
         **arguments: Any,
     ) -> None:
         self.path = workshop.model("untied")
-        names = ("peft_config", "reward_funcs", "eval_dataset")
+        names = ("peft_config", "reward_funcs", "train_dataset", "eval_dataset")
         parts = {name: arguments.pop(name) for name in names if name in arguments}
         count = arguments.pop("rows", 64)
         options = {
@@ -178,10 +178,10 @@ class SamplesWith(OwnSampler):
 @pytest.mark.parametrize(
     ("read", "message"),
     [
-        (lambda trainer: trainer.model, "GRPOTrainer.model` was read beside training"),
-        (lambda trainer: trainer.accelerator.gather(torch.ones(1)), "Accelerator.gather` was read beside training"),
+        (lambda trainer: trainer.model, "GRPOTrainer.model` was read by a function that runs beside training"),
+        (lambda trainer: trainer.accelerator.gather(torch.ones(1)), "Accelerator.gather` was read"),
         (lambda trainer: trainer.accelerator.unwrap_model(None), "sync_weights"),
-        (lambda trainer: setattr(trainer, "note", 1), "GRPOTrainer.note` was set beside training"),
+        (lambda trainer: setattr(trainer, "note", 1), "GRPOTrainer.note` was set"),
         (lambda trainer: torch.rand(1), "draws from torch's global generator"),
         (lambda trainer: random.random(), "draws from the module `random`"),
         (lambda trainer: np.random.rand(), "draws from NumPy's global generator"),
@@ -191,7 +191,7 @@ def test_what_races_with_training_is_an_error_before_the_first_step(
     read: Callable[[Any], Any], message: str, workshop: Workshop, tmp_path: Path
 ) -> None:
     run = Run(workshop, tmp_path, sampler=lambda model: SamplesWith(model, read))
-    with pytest.raises((RuntimeError, ValueError), match="`generation_lag=1`") as caught:
+    with pytest.raises((RuntimeError, ValueError)) as caught:
         run.train()
     assert message in str(caught.value)
     assert run.trainer.state.global_step == 0
@@ -212,6 +212,8 @@ def test_a_sampler_without_log_probs_needs_the_correction_off(workshop: Workshop
     ("arguments", "message"),
     [
         ({"dynamic_sampling": True}, "`dynamic_sampling` draws further prompts"),
+        ({"train_dataset": rows().with_transform(lambda batch: batch)}, "a transform of the data set"),
+        ({"train_dataset": rows().to_iterable_dataset()}, "a streaming data set"),
         ({"sampler": lambda model: OwnSampler(model).__call__}, "has no method `sync_weights"),
     ],
 )
@@ -349,7 +351,7 @@ def test_within_a_step_the_next_batch_is_sampled_ahead_without_a_lag(
             return super().__call__(prompts, trainer)
 
     options = {"gradient_accumulation_steps": batches, "steps_per_generation": 1, "max_steps": 3, "lag": 0}
-    ahead = Run(workshop, tmp_path / "a", sampler=NotesThread, **options).train()
+    ahead = Run(workshop, tmp_path / "a", sampler=NotesThread, sample_ahead=True, **options).train()
     in_turn = Run(workshop, tmp_path / "b", sampler=TakesWeights, **options).train()
     assert torch.equal(ahead.weights, in_turn.weights)
     assert ahead.sampler.steps == in_turn.sampler.steps
@@ -375,6 +377,83 @@ def test_a_batch_that_cannot_be_saved_is_sampled_again(
     lost = any("is sampled again: it cannot be saved" in x for x in caplog.messages)
     assert lost == (name == "not JSON")
     assert len(resumed.logged("loss")) == len(whole.logged("loss")) - 2
+
+
+def test_functions_may_change_what_they_get(workshop: Workshop, tmp_path: Path) -> None:
+    """TRL has made its tensors before the rewards."""
+
+    def edits(completion_ids: list[list[int]], **_: Any) -> list[float]:
+        rewards = [float(sum(ids) % 5) for ids in completion_ids]
+        for ids in completion_ids:
+            ids[:] = [1]
+        return rewards
+
+    ours = Run(workshop, tmp_path / "a", reward_funcs=[edits]).train()
+    stock = Run(workshop, tmp_path / "b", stock=True, reward_funcs=[edits]).train()
+    assert ours.logged("reward") == pytest.approx(stock.logged("reward"), abs=1e-6)
+    assert distance(ours, stock) < 1e-4
+
+
+def test_without_the_options_a_rollout_func_runs_as_in_trl(workshop: Workshop, tmp_path: Path) -> None:
+    class SendsItself(OwnSampler):
+        def sync_weights(self) -> None:  # type: ignore[override]  # not the one that trl_ext calls
+            raise AssertionError
+
+        def __call__(self, prompts: list[str], trainer: Any) -> dict[str, Any]:
+            self.model.load_state_dict(trainer.model.state_dict())
+            random.random()
+            return super().__call__(prompts, trainer)
+
+    options = {"lag": 0, "gradient_accumulation_steps": 2, "steps_per_generation": 1, "max_steps": 2}
+    assert len(Run(workshop, tmp_path, sampler=SendsItself, **options).train().logged("loss")) == 2
+
+
+def test_without_a_lag_draws_from_a_global_generator_end_sampling_ahead(
+    workshop: Workshop, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING, logger="trl_ext")
+    options = {"gradient_accumulation_steps": 2, "steps_per_generation": 1, "max_steps": 2, "sample_ahead": True}
+    sampler = lambda model: SamplesWith(model, lambda trainer: random.random())  # noqa: E731
+    run = Run(workshop, tmp_path, lag=0, sampler=sampler, **options).train()
+    assert any("not sampled ahead: `rollout_func` or a reward function draws from" in x for x in caplog.messages)
+    assert run.logged("generation_ahead/age_in_steps") == [0]
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"seed": 8}, "other prompts come next"),
+        ({"num_generations": 2}, "the schedule has changed"),
+        ({"per_device_train_batch_size": 8}, "the schedule has changed"),
+    ],
+)
+def test_a_resumed_run_with_another_schedule_samples_again(
+    changes: dict[str, Any], reason: str, workshop: Workshop, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING, logger="trl_ext")
+    Run(workshop, tmp_path, save_strategy="steps", save_steps=1, max_steps=4).train()
+    resumed = Run(workshop, tmp_path / "b", **changes)
+    resumed.train(str(tmp_path / "checkpoint-2"))
+    assert any(f"is sampled again: {reason}" in x for x in caplog.messages)
+    assert resumed.sampler.steps[0] == 2
+
+
+def test_a_checkpoint_keeps_a_batch_that_waits(workshop: Workshop, tmp_path: Path) -> None:
+    options = {"steps_per_generation": 8, "save_strategy": "steps", "save_steps": 1, "max_steps": 6}
+    whole = Run(workshop, tmp_path / "a", **options).train()
+    Run(workshop, tmp_path / "b", **{**options, "max_steps": 2}, callbacks=[]).train(
+        str(tmp_path / "a" / "checkpoint-1")
+    )
+    resumed = Run(workshop, tmp_path / "c", **options).train(str(tmp_path / "b" / "checkpoint-2"))
+    assert torch.equal(resumed.weights, whole.weights)
+
+
+def test_a_checkpoint_without_a_batch_removes_that_of_an_earlier_run(workshop: Workshop, tmp_path: Path) -> None:
+    options = {"save_strategy": "steps", "save_steps": 1, "max_steps": 3}
+    Run(workshop, tmp_path, **options).train()
+    assert list(tmp_path.glob("checkpoint-2/generation_ahead_*.json"))
+    Run(workshop, tmp_path, lag=0, **options).train(str(tmp_path / "checkpoint-1"))
+    assert not list(tmp_path.glob("checkpoint-2/generation_ahead_*.json"))
 
 
 def test_a_second_training_begins_with_the_first_prompts(workshop: Workshop, tmp_path: Path) -> None:

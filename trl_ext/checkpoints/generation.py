@@ -26,6 +26,7 @@ class SavedGeneration:
         slices (`list[dict]`, *optional*): TRL's generation buffer: each micro-batch's tensors and JSON values. `None`
             if no completions are left to train on.
         lost (`str`, *optional*): why `slices` lacks completions.
+        sampler_is_older (`bool`): whether older weights than those of that step sampled them.
     """
 
     micro_batch: int
@@ -34,6 +35,7 @@ class SavedGeneration:
     schedule: dict[str, int]
     slices: list[dict[str, Any]] | None
     lost: str | None = None
+    sampler_is_older: bool = False
 
 
 def _file(folder: Path, rank: int) -> Path:

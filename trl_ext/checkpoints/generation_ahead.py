@@ -13,7 +13,7 @@ def _file(folder: Path, rank: int) -> Path:
 
 
 def write_ahead(folder: Path, rank: int, record: dict[str, Any] | None, lost: str | None = None) -> None:
-    """Write this rank's record into a checkpoint, atomically.
+    """Write this rank's record into a checkpoint, atomically. Without a record, remove that of an earlier run.
 
     Args:
         lost (`str`, *optional*): why there is no `record`.
@@ -22,6 +22,9 @@ def write_ahead(folder: Path, rank: int, record: dict[str, Any] | None, lost: st
         `TypeError`: a value of the record is not a JSON value.
     """
     path = _file(folder, rank)
+    if record is None and lost is None:
+        path.unlink(missing_ok=True)
+        return
     unfinished = path.with_suffix(".unfinished")
     unfinished.write_text(json.dumps({"format": _FORMAT, "record": record, "lost": lost}))
     os.replace(unfinished, path)

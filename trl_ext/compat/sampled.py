@@ -1,5 +1,6 @@
 """The private parts of TRL's `GRPOTrainer` and `RLOOTrainer`, which sample completions, as functions of a trainer."""
 
+import copy
 import functools
 import itertools
 import logging
@@ -15,7 +16,7 @@ from accelerate.utils import broadcast_object_list
 from datasets import Dataset
 from torch import nn
 from transformers import LogitsProcessorList
-from trl.trainer.utils import RepeatSampler
+from trl.trainer.utils import RepeatSampler, identity
 
 from .overrides import LOSS, PASS, overrides, overrides_below
 from .replaced import module_of, names_replaced, next_of, replaced
@@ -136,6 +137,7 @@ class SampledInternals(Protocol):
     args: Any
     model: Any
     state: Any
+    data_collator: Any
     train_dataset: Any
     shuffle_dataset: bool
     callback_handler: Any
@@ -518,6 +520,12 @@ class Buffer:
         return {"prompt_ids": pad, "completion_ids": pad, "tool_mask": 1, "kept_ids": -1}
 
 
+def reads_rows_anew(trainer: SampledInternals) -> bool:
+    """Return whether rows of the training data may change each time that they are read."""
+    format_type = getattr(trainer.train_dataset, "format", {}).get("type")
+    return format_type == "custom" or trainer.data_collator is not identity
+
+
 class UpcomingRows:
     """The rows of the data in each generation batch of this rank, before the data loader yields them.
 
@@ -548,7 +556,10 @@ class UpcomingRows:
         first = number * self.batch_size + self.first_row
         missing = first + self.rank_size - len(self._places)
         self._places += itertools.islice(self._order, max(0, missing))
-        return [dict(self.rows[i]) for i in self._places[first : first + self.rank_size]]
+        return [copy.deepcopy(dict(self.rows[i])) for i in self._places[first : first + self.rank_size]]
+
+    def prompts_of(self, number: int) -> list[Any]:
+        return [row.get("prompt") for row in self.of_batch(number)]
 
 
 def merged_micro_batches(batch: dict[str, Any]) -> int:

@@ -32,6 +32,7 @@ class Record:
     Args:
         batch (`int`): the number of the generation batch since training began.
         sampled_at_step (`int`): the optimizer step whose weights sampled.
+        prompts (`list`): those that were sampled for.
         rollout (`dict`): what `rollout_func` returned.
         response (`dict`): what vLLM's server returned to the first process, for the prompts of all.
         rewards (`list`): for each reward function its rewards; `None` if it runs in the replay.
@@ -41,6 +42,7 @@ class Record:
 
     batch: int
     sampled_at_step: int
+    prompts: list[Any]
     rollout: dict[str, Any] = field(default_factory=dict)
     response: dict[str, Any] = field(default_factory=dict)
     rewards: list[list[float | None] | None] = field(default_factory=list)
@@ -58,12 +60,12 @@ class ServerRequest:
     """A request to vLLM's server, which can be sent in a thread.
 
     Args:
-        client (`Any`): TRL's client; `None` except in the first process.
+        generate (`Callable`, *optional*): that of TRL's client; `None` except in the first process.
         keywords (`dict`): what TRL passes to its `generate`.
         prompt_ids (`list`): the prompts of this rank.
     """
 
-    client: Any
+    generate: Callable[..., Any] | None
     keywords: dict[str, Any]
     prompt_ids: list[list[int]]
 
@@ -72,6 +74,8 @@ class ServerRequest:
         """Return what TRL would send for `prompts`. Every rank calls it, because TRL gathers the prompts."""
         generation = trainer.vllm_generation
         client = generation.vllm_client if trainer.accelerator.is_main_process else None
+        # Taken here, because `replayed` replaces it on the main thread
+        generate = None if client is None else client.generate
         keywords: dict[str, Any] = {}
 
         def keep(**request: Any) -> dict[str, Any]:
@@ -83,10 +87,10 @@ class ServerRequest:
         prompt_ids, images, _ = trainer._tokenize_prompts(copy.deepcopy(prompts))
         with nullcontext() if client is None else replaced(client, generate=keep):
             generation.generate(prompts=prompt_ids, images=images, num_generations=trainer.num_generations)
-        return cls(client, keywords, prompt_ids)
+        return cls(generate, keywords, prompt_ids)
 
     def send(self) -> dict[str, Any]:
-        return dict(self.client.generate(**self.keywords)) if self.client is not None else {}
+        return dict(self.generate(**self.keywords)) if self.generate is not None else {}
 
 
 @dataclass(frozen=True)
@@ -152,7 +156,7 @@ class UserFunctions:
         def rollout(prompts: list[Any], _: Any) -> Any:
             assert self.rollout_func is not None
             output = checked_rollout(self.rollout_func)(prompts, self.view)
-            record.rollout = dict(output)
+            record.rollout = copy.deepcopy(dict(output))  # the function may use its lists again
             return output
 
         def tokenize(prompts: list[Any]) -> tuple[list[list[int]], None, dict[str, Any]]:
@@ -193,16 +197,16 @@ class UserFunctions:
                 continue
             call = partial(
                 reward,
-                completion_ids=record.completion_ids,
+                completion_ids=copy.deepcopy(record.completion_ids),  # a reward function may change it
                 trainer_state=self.view.state,
                 log_extra=lambda name, values, log=log: log.append(("extra", name, list(values))),
-                log_metric=lambda name, value, log=log: log.append(("metric", name, value)),
+                log_metric=lambda name, value, log=log: log.append(("metric", name, float(value))),
                 **columns,
             )
             if is_async_callable(reward):
                 coroutines[place] = call
             else:
-                record.rewards[place] = list(call())
+                record.rewards[place] = _numbers(call())
         if not coroutines:
             return
 
@@ -211,7 +215,11 @@ class UserFunctions:
 
         results = asyncio.run_coroutine_threadsafe(gathered(), self.event_loop).result()
         for place, rewards in zip(coroutines, results, strict=True):
-            record.rewards[place] = list(rewards)
+            record.rewards[place] = _numbers(rewards)
+
+
+def _numbers(rewards: Any) -> list[float | None]:
+    return [None if x is None else float(x) for x in rewards]
 
 
 @contextmanager
@@ -219,8 +227,7 @@ def replayed(trainer: Any, record: Record) -> Iterator[None]:
     """Make TRL's generation get what sampler and functions returned, in the `with` block."""
 
     def rollout(prompts: list[Any], _: Any) -> dict[str, Any]:
-        # TRL takes keys out of it
-        return dict(record.rollout)
+        return copy.deepcopy(record.rollout)  # TRL takes keys out of it
 
     def respond(**_: Any) -> dict[str, Any]:
         return record.response
@@ -247,7 +254,7 @@ def _replayed_reward(record: Record, place: int, reward: Any) -> Any:
         **_: Any,
     ) -> list[float | None]:
         if completion_ids != record.completion_ids:
-            raise RuntimeError("`generation_lag=1`: completions have changed between sampling and rewards.")
+            raise RuntimeError("Completions that were sampled ahead have changed between sampling and rewards.")
         for kind, name, value in record.logs[place]:
             log = log_extra if kind == "extra" else log_metric
             log(name, value)

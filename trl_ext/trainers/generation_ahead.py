@@ -11,7 +11,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from ..checkpoints.generation import position_in_data
 from ..checkpoints.generation_ahead import read_ahead, write_ahead
 from ..compat import sampled as internals
 from ..compat.user_functions import Record, UserFunctions, replayed
+from ..distributed.ranks import Ranks
 from .trainer_view import view_of
 
 logger = logging.getLogger("trl_ext")
@@ -69,18 +70,19 @@ class BackgroundCall:
 
 
 class GenerationAhead:
-    """Samples one generation batch ahead.
+    """Samples and rewards one generation batch ahead of its turn.
 
     Args:
         trainer (`GRPOTrainer`): which generates.
     """
 
-    def __init__(self, trainer: Any, buffer: internals.Buffer) -> None:
+    def __init__(self, trainer: Any, ranks: Ranks, buffer: internals.Buffer) -> None:
         self.trainer = trainer
+        self.ranks = ranks
         self.buffer = buffer
         self._call: BackgroundCall | None = None
         self._record: Record | None = None  # of a checkpoint
-        self._knows_prompts = True  # whether it is known which prompts come next
+        self._in_turn_reason: str | None = None  # why this training run does not sample ahead; without a lag
         self._first_batch = 0  # the number of this training run's first generation batch since the trainer was built
         self._upcoming: internals.UpcomingRows | None = None
         self._tokenizer: Any = None
@@ -95,70 +97,84 @@ class GenerationAhead:
     @property
     def is_on(self) -> bool:
         """Whether a generation batch may be sampled ahead: with a lag, or with the same weights within a step."""
-        return bool(self.lag) or (self._shares_steps and self._knows_prompts and self.refusal() is None)
+        if self.lag:
+            return True
+        return self._is_asked and self._shares_steps and self._in_turn_reason is None and self.refusal() is None
+
+    @property
+    def _is_asked(self) -> bool:
+        """Whether to sample ahead without a lag. A `rollout_func` must be written for it."""
+        sample_ahead = self.trainer._added.sample_ahead
+        return self.trainer.rollout_func is None if sample_ahead is None else bool(sample_ahead)
 
     @property
     def _shares_steps(self) -> bool:
         return self.buffer.micro_batches_of_a_generation < self.trainer.args.gradient_accumulation_steps
 
-    @property
-    def _sends_weights(self) -> bool:
-        """Whether a `rollout_func` says how to send weights to its sampler."""
-        return callable(getattr(self.trainer.rollout_func, "sync_weights", None))
-
     def check(self) -> None:
-        """Raise `ValueError` if this trainer cannot sample with a lag."""
-        reason = self.refusal() if self.lag else None
+        """Raise `ValueError` if this trainer cannot sample ahead as its arguments ask."""
+        added = self.trainer._added
+        if self.lag and added.sample_ahead is False:
+            raise ValueError("`generation_lag=1` needs `sample_ahead`, which is False. Change one of them.")
+        option = "generation_lag=1" if self.lag else "sample_ahead=True"
+        reason = self.refusal() if self.lag or added.sample_ahead else None
         if reason is not None:
-            raise ValueError(f"`generation_lag=1` is not supported here: {reason}. Or set `generation_lag=0`.")
+            raise ValueError(
+                f"`{option}` is not supported here: {reason}, or leave `{option.partition('=')[0]}` unset."
+            )
 
     def refusal(self) -> str | None:
         """Return why this trainer cannot sample ahead; `None` if it can."""
         trainer = self.trainer
-        ranks = trainer._ranks
         rollout_func = trainer.rollout_func
         overridden = next((x for x in ("sampler", "generation", "rewards") if trainer._replaces(x)), None)
         if rollout_func is None and not (trainer.use_vllm and trainer.vllm_mode == "server"):
             return "the sampler must be outside of this process. Use vLLM's server or a `rollout_func`"
-        if rollout_func is not None and not self._sends_weights:
+        if rollout_func is not None and trainer.use_vllm:
+            return "with `use_vllm=True`, TRL sends weights to vLLM while `rollout_func` runs. Leave `use_vllm` off"
+        if rollout_func is not None and not callable(getattr(rollout_func, "sync_weights", None)):
             return (
                 "`rollout_func` has no method `sync_weights(trainer)`, which copies the policy's weights to the "
                 "sampler between optimizer steps. Give it one"
             )
         if not hasattr(trainer.train_dataset, "__len__"):
             return "a streaming data set does not say which prompts come next. Load the data set whole"
+        if internals.reads_rows_anew(trainer):
+            return "a transform of the data set or a data collator may change rows each time. Apply it before training"
         if trainer.tools or trainer.environment_factories is not None:
             return "tools and environments run on the main thread. Call them in a `rollout_func`"
         if trainer._is_vlm:
-            return "images are processed on the main thread. Sample with a `rollout_func`"
+            return "a model of images is not supported. Train a text model"
         if trainer._added.dynamic_sampling:
             return "`dynamic_sampling` draws further prompts once the rewards are known. Leave it off"
         if trainer._added.keep_sampling_mask:
             return "the sampling mask is recorded on the main thread. Leave `keep_sampling_mask` off"
         if overridden is not None:
             return f"this trainer overrides TRL's {overridden}. Leave it to TRL"
-        if ranks.tensor_parallel is not None or ranks.sequence is not None:
+        if self.ranks.tensor_parallel is not None or self.ranks.sequence is not None:
             return "ranks that share a model or a row must sample together. Use data parallelism"
         return None
 
     def begin(self) -> None:
         """Called when training begins."""
-        self._knows_prompts = True
+        self._in_turn_reason = None
+        self._sent_at_step = None
+        self._is_first = True
         if not self.is_on:
             return
+        self.check()  # the data set or the sampler may be another than before
         if self.buffer.in_mid_cycle:
-            self._lose_prompts("the last `train()` ended within a generation batch. Build a new trainer")
+            self._give_up("the last `train()` ended within a generation batch. Build a new trainer")
         self._first_batch = self.buffer.number
         self._upcoming = internals.UpcomingRows(self.trainer, self.buffer)
         self._tokenizer = copy.deepcopy(self.trainer.processing_class)
-        self._is_first = True
-        self._sent_at_step = None
 
     def end(self) -> None:
         """Called when training ends, also by an error. A batch that is not trained on is dropped."""
         call = self._call
         self._call = None
         self._record = None
+        self._sent_at_step = None  # the best checkpoint's weights may be loaded now
         if call is not None and not call.wait(_PATIENCE):
             logger.warning(f"{call.name} still runs after {_PATIENCE:.0f} s. Its thread ends with the process.")
 
@@ -168,16 +184,15 @@ class GenerationAhead:
 
         The batch after it starts in a thread.
         """
-        if not self.is_on or not self.trainer.model.training:
+        record = None
+        if self.trainer.model.training and self.is_on:
+            with self.trainer._phase_times.measured("generation"):
+                record = self._due(inputs)
+        if record is None:
             if self._call is not None:
                 self._call.wait()  # a sampler gets one request at a time
-            if self._sends_weights:
+            if self.trainer.rollout_func is not None and (self.lag or self.trainer._added.sample_ahead):
                 self._send_weights()
-            yield
-            return
-        with self.trainer._phase_times.measured("generation"):
-            record = self._due(inputs)
-        if record is None:
             yield
             return
         with replayed(self.trainer, record):
@@ -188,23 +203,23 @@ class GenerationAhead:
         metrics["generation_ahead/age_in_steps"].append(age)
         metrics["seconds/generation_ahead"].append(record.seconds)
 
-    def _lose_prompts(self, reason: str) -> None:
-        """Give up sampling ahead in this training run. With a lag, raise `ValueError`."""
+    def _give_up(self, reason: str) -> None:
+        """Sample in turn for the rest of this training run. With a lag, raise `ValueError`."""
         if self.lag:
-            raise ValueError(f"`generation_lag=1`: it is not known which prompts come next, because {reason}.")
-        self._knows_prompts = False
-        self.end()
+            raise ValueError(f"`generation_lag=1` is not supported here: {reason}.")
+        logger.warning(f"Generation batches are not sampled ahead: {reason}.")
+        self._in_turn_reason = reason
 
     def _due(self, inputs: list[dict[str, Any]]) -> Record | None:
         """Return the record of the batch of `inputs`, and start the next one. `None`: TRL samples in turn."""
         assert self._upcoming is not None
         number = self.buffer.number - self._first_batch
-        expected = self._upcoming.of_batch(number)
-        if [row.get("prompt") for row in inputs] != [row.get("prompt") for row in expected]:
-            self._lose_prompts(f"the data loader has others in generation batch {number}. Leave their order to TRL")
+        if [row.get("prompt") for row in inputs] != self._upcoming.prompts_of(number):
+            self._give_up(f"the data loader has other prompts in batch {number} than TRL's sampler. Leave them to TRL")
             return None
         record = self._finished(number)
-        if number < self._last_batch() and (self.lag or self._shares_step(number, number + 1)):
+        shares = self.lag or self._shares_step(number, number + 1)
+        if number < self._last_batch() and shares and self._in_turn_reason is None:
             self._send_weights()
             self._call = BackgroundCall(self._work(number + 1), f"generation batch {number + 1}")
         return record
@@ -227,19 +242,21 @@ class GenerationAhead:
         return (micro_batches - 1) // self.buffer.micro_batches_of_a_generation
 
     def _finished(self, number: int) -> Record:
+        """Return the record of batch `number`: sampled ahead, of a checkpoint, or sampled now."""
         record = self._record
         if self._call is not None:
             record = self._call.result()
         self._record = None
         self._call = None
+        # All ranks have a record or none: `resume` agrees on it
         if record is not None and record.batch == number:
             return record
         self._send_weights()
         work = self._work(number)
-        # Before the first step, nothing runs beside the functions, so their draws show
-        with self._noticed_draws() if self._is_first else nullcontext():
-            record = work()
-        if self._is_first:
+        before = _global_states()
+        record = work()
+        if self._is_first:  # nothing has run beside the functions yet, so their draws show
+            self._check_draws(before)
             self._check_log_probs(record)
         self._is_first = False
         return record
@@ -248,12 +265,16 @@ class GenerationAhead:
         """Return the call for a batch, with all that it reads of the trainer taken now."""
         assert self._upcoming is not None
         trainer = self.trainer
-        record = Record(batch=number, sampled_at_step=trainer.state.global_step)
+        device = trainer.accelerator.device
         inputs = self._upcoming.of_batch(number)
+        prompts = self._upcoming.prompts_of(number)
+        record = Record(batch=number, sampled_at_step=trainer.state.global_step, prompts=prompts)
         functions = UserFunctions.of(trainer, view_of(trainer, self._tokenizer), self._tokenizer, inputs)
 
         def work() -> Record:
             began = time.perf_counter()
+            if device.type == "cuda":
+                torch.cuda.set_device(device)  # a thread begins on the first one
             functions.run(record, inputs)
             record.seconds = time.perf_counter() - began
             return record
@@ -263,27 +284,25 @@ class GenerationAhead:
     def _send_weights(self) -> None:
         """Send the policy's weights to the sampler, if it has older ones. All ranks call it, while no request runs."""
         trainer = self.trainer
-        step = trainer.state.global_step
+        # Outside of training, weights may change without a step
+        step = trainer.state.global_step if trainer.model.training else None
         if trainer.rollout_func is not None:
-            if self._sent_at_step != step:
+            if step is None or self._sent_at_step != step:
                 trainer.rollout_func.sync_weights(trainer)
         elif trainer._last_loaded_step != step:
             trainer.vllm_generation.sync_weights()
             trainer._last_loaded_step = step  # TRL sends them otherwise, while a request runs
         self._sent_at_step = step
 
-    @contextmanager
-    def _noticed_draws(self) -> Iterator[None]:
-        """Raise `ValueError` if code in the `with` block draws from a generator that training uses."""
-        before = _global_states()
-        yield
+    def _check_draws(self, before: dict[str, Any]) -> None:
+        """Give up if a generator that training uses is no longer in its state of `before`."""
         after = _global_states()
         names = [name for name, state in before.items() if state != after[name]]
         if names:
-            raise ValueError(
-                f"`generation_lag=1`: `rollout_func` or a reward function draws from {' and '.join(names)}, which "
-                "training draws from at the same time. Use a generator for these functions alone, such as "
-                "`torch.Generator()` or `random.Random(seed)`."
+            self._give_up(
+                f"`rollout_func` or a reward function draws from {' and '.join(names)}, which training draws from at "
+                "the same time. Use a generator for these functions alone, such as `torch.Generator()` or "
+                "`random.Random(seed)`"
             )
 
     def _check_log_probs(self, record: Record) -> None:
@@ -298,31 +317,55 @@ class GenerationAhead:
     # Checkpoints
 
     def save(self, folder: Path) -> None:
-        call = self._call
-        if call is None or self.trainer.args.save_only_model:
+        """Write the batch that is sampled ahead into a checkpoint. Waits until its call has ended."""
+        if self.trainer.args.save_only_model:
             return
         rank = self.trainer.args.process_index
         try:
-            write_ahead(folder, rank, dataclasses.asdict(call.result()))
+            record = self._record if self._call is None else self._call.result()
+            write_ahead(folder, rank, None if record is None else dataclasses.asdict(record))
         except TypeError as error:
             write_ahead(folder, rank, None, lost=f"it cannot be saved: {error}")
         except Exception as error:  # raised again at the step that needs the batch
             write_ahead(folder, rank, None, lost=f"{type(error).__name__}: {error}")
 
-    def resume(self, folder: Path) -> None:
-        if self.trainer.args.ignore_data_skip:
-            self._lose_prompts("with `ignore_data_skip`, the epoch starts again. Leave it off")
+    def resume(self, folder: Path, *, same_schedule: bool) -> None:
+        """Read the batch that was sampled ahead. All ranks call it.
+
+        Args:
+            same_schedule (`bool`): whether arguments and ranks are those of the checkpoint.
+        """
         self._first_batch = 0  # a resumed run counts from its beginning
-        record, lost = read_ahead(folder, self.trainer.args.process_index)
-        if record is not None:
-            self._record = Record(**record)
-        elif lost is not None:
+        args = self.trainer.args
+        values, lost = read_ahead(folder, args.process_index)
+        record = None if values is None else Record(**values)
+        if not self.is_on:
+            return
+        if args.ignore_data_skip:
+            self._give_up("with `ignore_data_skip`, the epoch starts again. Leave it off")
+            return
+        assert self._upcoming is not None
+        if record is not None and not same_schedule:
+            lost = "the schedule has changed"
+        elif record is not None and record.prompts != self._upcoming.prompts_of(record.batch):
+            lost = "other prompts come next"
+        elif record is not None and not self.lag and record.sampled_at_step != self.trainer.state.global_step:
+            lost = "without a lag, its weights are too old"
+        if lost is not None:
             logger.warning(f"The generation batch that was sampled ahead is sampled again: {lost}.")
+            record = None
+        has_record = torch.tensor(int(record is not None), device=self.ranks.device)
+        # Sending weights is a collective, so all ranks use their records or none does
+        if int(self.ranks.world.reduce(has_record, "sum")) == self.ranks.world.num_processes:
+            self._record = record
 
 
 def _global_states() -> dict[str, Any]:
-    return {
+    states = {
         "torch's global generator": torch.get_rng_state().numpy().tobytes(),
         "the module `random`": random.getstate(),
         "NumPy's global generator": repr(np.random.get_state(legacy=False)),
     }
+    if torch.cuda.is_initialized():
+        states["the GPU's global generator"] = torch.cuda.get_rng_state().numpy().tobytes()
+    return states

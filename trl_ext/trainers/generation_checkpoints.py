@@ -38,6 +38,7 @@ class GenerationCheckpoints:
         folder: Path,
         *,
         sampled_at_step: int = 0,
+        sampler_is_older: bool = False,
         further_prompts: int = 0,
         options: dict[str, int] | None = None,
         lost: str | None = None,
@@ -55,6 +56,7 @@ class GenerationCheckpoints:
         saved_generation = SavedGeneration(
             micro_batch=self.buffer.trained,
             sampled_at_step=sampled_at_step,
+            sampler_is_older=sampler_is_older,
             further_prompts=further_prompts,
             schedule=self._schedule(options),
             slices=slices if lost is None else None,

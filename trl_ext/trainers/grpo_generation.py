@@ -44,7 +44,7 @@ class GRPOGeneration:
         self.passes = passes
         self.buffer = buffer
         self.balance = balance
-        self.ahead = GenerationAhead(trainer, buffer)
+        self.ahead = GenerationAhead(trainer, ranks, buffer)
         self.fewer_rows = FewerRows(trainer, ranks)
         self._trl = internals.without_passes(trainer, self.fewer_rows.run_turn, self.fewer_rows.continuing_turns)
         self._checkpoints = GenerationCheckpoints(trainer, ranks, buffer)
@@ -267,6 +267,7 @@ class GRPOGeneration:
         self._checkpoints.save(
             folder,
             sampled_at_step=self.buffer.sampled_at_step,
+            sampler_is_older=self.buffer.sampler_is_older,
             further_prompts=0 if self._further is None else self._further.taken,
             options=self._schedule(),
             lost=lost,
@@ -282,8 +283,8 @@ class GRPOGeneration:
         return {name: 1 for name, is_on in on.items() if is_on}
 
     def resume(self, folder: Path) -> None:
-        self.ahead.resume(folder)
         saved_generation = self._checkpoints.read(folder, self._schedule())
+        self.ahead.resume(folder, same_schedule=saved_generation is not None)
         if saved_generation is None:
             return
         slices = saved_generation.slices
@@ -291,4 +292,5 @@ class GRPOGeneration:
             slices = [with_old_policy_mask(batch) for batch in slices]
         self.buffer.continue_at(saved_generation.micro_batch, slices)
         self.buffer.sampled_at_step = saved_generation.sampled_at_step
+        self.buffer.sampler_is_older = saved_generation.sampler_is_older
         self._further = self._further_after(saved_generation.further_prompts)

@@ -37,14 +37,14 @@ class _View:
         reason = vars(self)["_refused"].get(name)
         if reason is not None:
             raise RuntimeError(
-                f"`generation_lag=1`: `{type(viewed).__name__}.{name}` was read beside training. {reason}"
+                f"`{type(viewed).__name__}.{name}` was read by a function that runs beside training. {reason}"
             )
         return getattr(viewed, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
         kind = type(vars(self)["_viewed"]).__name__
         raise RuntimeError(
-            f"`generation_lag=1`: `{kind}.{name}` was set beside training, which reads it. Keep the value in the "
+            f"`{kind}.{name}` was set by a function that runs beside training, which reads it. Keep the value in the "
             "function."
         )
 
