@@ -265,6 +265,17 @@ def test_with_a_lag_training_equals_stock_trl_with_older_weights(server, tmp_pat
     assert "not samples of the policy" not in caplog.text
 
 
+def test_with_a_lag_a_sync_that_is_left_out_is_reported_at_its_step(server, tmp_path, caplog):
+    trainer = of_url(server("untied"), tmp_path, generation_lag=1, max_steps=5)
+    client = trainer.vllm_generation.vllm_client
+    send = client._send
+    client._send = lambda *given: send(*given) if trainer.state.global_step < 3 else None
+    trainer.train()
+    said = [record.message for record in caplog.records if "not samples of the policy" in record.message]
+    assert len(said) == 1
+    assert "since step 3, " in said[0]
+
+
 def test_within_a_step_the_next_batch_is_sampled_ahead_and_training_equals_stock_trl(server, tmp_path):
     options = {"gradient_accumulation_steps": 3, "steps_per_generation": 1, "max_steps": 3}
     ours = of_url(server("untied"), tmp_path, **options)

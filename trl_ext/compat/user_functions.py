@@ -89,6 +89,15 @@ class ServerRequest:
             generation.generate(prompts=prompt_ids, images=images, num_generations=trainer.num_generations)
         return cls(generate, keywords, prompt_ids)
 
+    def sample(self, tokens: int) -> tuple[list[int], list[int], list[float]] | None:
+        """Return the first prompt, a completion of at most `tokens`, and its log-probs; `None` in other processes."""
+        if self.generate is None:
+            return None
+        request = {**self.keywords, "prompts": self.keywords["prompts"][:1], "n": 1, "max_tokens": tokens}
+        response = self.generate(**request)
+        log_probs = [of_token[0] for of_token in response["logprobs"][0]]
+        return request["prompts"][0], response["completion_ids"][0], log_probs
+
     def send(self) -> dict[str, Any]:
         return dict(self.generate(**self.keywords)) if self.generate is not None else {}
 

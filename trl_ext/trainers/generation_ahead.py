@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +24,12 @@ from ..checkpoints.generation_ahead import read_ahead, write_ahead
 from ..compat import sampled as internals
 from ..compat.user_functions import Record, UserFunctions, replayed
 from ..distributed.ranks import Ranks
+from .sampled_metrics import SampledMetrics
 from .trainer_view import view_of
 
 logger = logging.getLogger("trl_ext")
 
+_CANARY = 16  # tokens of a completion that shows whether the sampler has the policy's weights
 _PATIENCE = 10.0  # seconds that the end of training waits for a call that still runs
 _NEWS = 60.0  # seconds between messages while training waits for a call
 
@@ -76,9 +79,10 @@ class GenerationAhead:
         trainer (`GRPOTrainer`): which generates.
     """
 
-    def __init__(self, trainer: Any, ranks: Ranks, buffer: internals.Buffer) -> None:
+    def __init__(self, trainer: Any, ranks: Ranks, metrics: SampledMetrics, buffer: internals.Buffer) -> None:
         self.trainer = trainer
         self.ranks = ranks
+        self.metrics = metrics
         self.buffer = buffer
         self._call: BackgroundCall | None = None
         self._record: Record | None = None  # of a checkpoint
@@ -270,6 +274,9 @@ class GenerationAhead:
         prompts = self._upcoming.prompts_of(number)
         record = Record(batch=number, sampled_at_step=trainer.state.global_step, prompts=prompts)
         functions = UserFunctions.of(trainer, view_of(trainer, self._tokenizer), self._tokenizer, inputs)
+        if self.lag and functions.request is not None:
+            # Otherwise, the completions themselves show whether the sampler has the policy's weights
+            self.metrics.check_sent_weights(partial(functions.request.sample, _CANARY))
 
         def work() -> Record:
             began = time.perf_counter()

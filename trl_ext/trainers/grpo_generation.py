@@ -44,7 +44,7 @@ class GRPOGeneration:
         self.passes = passes
         self.buffer = buffer
         self.balance = balance
-        self.ahead = GenerationAhead(trainer, ranks, buffer)
+        self.ahead = GenerationAhead(trainer, ranks, passes.metrics, buffer)
         self.fewer_rows = FewerRows(trainer, ranks)
         self._trl = internals.without_passes(trainer, self.fewer_rows.run_turn, self.fewer_rows.continuing_turns)
         self._checkpoints = GenerationCheckpoints(trainer, ranks, buffer)

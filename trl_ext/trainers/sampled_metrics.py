@@ -2,6 +2,7 @@
 run, and the sampler's metrics.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,6 +10,8 @@ import torch
 from torch import Tensor
 
 from ..compat import sampled as internals
+from ..compat.overrides import PASS
+from ..compat.replaced import unrecorded_pass
 from ..distributed.ranks import Ranks
 from ..losses.loss_types import METRICS_OF_ROWS
 from ..planning.batch_keys import sampler_log_probs
@@ -190,11 +193,33 @@ class SampledMetrics:
 
     def _check_sampler(self, statistics: Tensor, *, is_truncated: bool) -> None:
         """Check the sampler's log-probs, from the `SamplerRatio.statistics` of each rank."""
-        trainer = self.trainer
-        # Truncation, a repetition penalty and random draws make the log-probs differ even if the weights are the same
-        has_penalty = trainer.args.repetition_penalty != 1.0
-        has_same_distribution = not is_truncated and not has_penalty and trainer.plan.facts.randomness is None
-        has_same_distribution &= not self.buffer.sampler_is_older
         difference = largest_difference(statistics)
-        if difference is not None and trainer.model.training and has_same_distribution:
+        # Older weights give other log-probs: `check_sent_weights` then looks at those of another completion
+        is_comparable = not is_truncated and not self.buffer.sampler_is_older and self._samples_policy
+        if difference is not None and self.trainer.model.training and is_comparable:
             self._sampler_check.observe(difference, self.buffer.sampled_at_step)
+
+    @property
+    def _samples_policy(self) -> bool:
+        # A repetition penalty and random draws make the log-probs differ even if the weights are the same
+        return self.trainer.args.repetition_penalty == 1.0 and self.trainer.plan.facts.randomness is None
+
+    def check_sent_weights(self, sample: Callable[[], tuple[list[int], list[int], list[float]] | None]) -> None:
+        """Check that a sampler which has just got the policy's weights has them. All ranks call it.
+
+        Args:
+            sample (`Callable`): returns the token ids of a prompt and of a completion, and the log-prob of each of the
+                latter; `None` except in the first process.
+        """
+        trainer = self.trainer
+        is_truncated = bool(trainer.plan.facts.truncated_sampling)
+        if is_truncated or not self._samples_policy or trainer.args.sampler_check == "off":
+            return
+        prompt_ids, completion_ids, log_probs = next(filter(None, self.ranks.gather_objects(sample())))
+        ids_1S = torch.tensor([prompt_ids + completion_ids], device=self.ranks.device)
+        with unrecorded_pass(trainer):
+            policy_1C, _, _ = getattr(trainer, PASS)(
+                trainer.model, ids_1S, torch.ones_like(ids_1S), len(completion_ids)
+            )
+        difference = (policy_1C - policy_1C.new_tensor([log_probs])).abs().mean()
+        self._sampler_check.observe(float(difference), trainer.state.global_step)
