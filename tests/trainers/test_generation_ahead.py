@@ -1,9 +1,12 @@
 """`generation_lag=1`: training with samples of older weights, as stock TRL trains on the same samples."""
 
+import json
 import logging
 import os
 import random
 import signal
+import subprocess
+import sys
 import threading
 import time
 import traceback
@@ -468,3 +471,19 @@ def test_a_second_training_within_a_generation_batch_is_an_error(workshop: Works
     run = Run(workshop, tmp_path, max_steps=3, steps_per_generation=4).train()
     with pytest.raises(ValueError, match="the last `train\\(\\)` ended within a generation batch"):
         run.train()
+
+
+@pytest.mark.slow
+def test_a_run_that_is_killed_twenty_times_ends_as_one_that_is_not(workshop: Workshop, tmp_path: Path) -> None:
+    script = Path(__file__).parents[1] / "support" / "killed_ahead.py"
+    ended = subprocess.run(
+        [sys.executable, script, str(tmp_path), workshop.model("untied"), "20"],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"},
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
+    result = json.loads(ended.stdout.splitlines()[-1])
+    assert result["killed"] == 20
+    assert result["equal"]
+    assert all(result["equal"])
