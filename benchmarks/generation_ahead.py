@@ -121,6 +121,7 @@ def seconds_of_steps(case: Case, shape: Shape) -> list[float]:
                 gradient_accumulation_steps=4,
                 steps_per_generation=4 // case.batches,
                 generation_lag=case.lag,
+                sample_ahead=case.ahead or None,
                 max_completion_length=LENGTH,
                 max_steps=shape.steps,
                 use_cpu=True,

@@ -111,6 +111,11 @@ FEATURES = {
         {_CLASSES: "shuffle_dataset"},
         is_refused=True,
     ),
+    "sampling ahead": Feature(
+        "samples no generation batch ahead (`generation_lag`, `sample_ahead`)",
+        {"trl.trainer.utils": "RepeatSampler identity", _CLASSES: "eos_token_ids"},
+        trainers="GRPOTrainer",
+    ),
     "fewer rows in generation": Feature(
         "runs every copy of a prompt and finished completions in `generate`",
         {

@@ -16,7 +16,6 @@ from accelerate.utils import broadcast_object_list
 from datasets import Dataset
 from torch import nn
 from transformers import LogitsProcessorList
-from trl.trainer.utils import RepeatSampler, identity
 
 from .overrides import LOSS, PASS, overrides, overrides_below
 from .replaced import module_of, names_replaced, next_of, replaced
@@ -522,6 +521,8 @@ class Buffer:
 
 def reads_rows_anew(trainer: SampledInternals) -> bool:
     """Return whether rows of the training data may change each time that they are read."""
+    from trl.trainer.utils import identity
+
     format_type = getattr(trainer.train_dataset, "format", {}).get("type")
     return format_type == "custom" or trainer.data_collator is not identity
 
@@ -533,6 +534,8 @@ class UpcomingRows:
     """
 
     def __init__(self, trainer: SampledInternals, buffer: Buffer) -> None:
+        from trl.trainer.utils import RepeatSampler
+
         args = trainer.args
         self.trainer = trainer
         self.buffer = buffer

@@ -17,7 +17,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-import trl
 
 from .replaced import replaced
 from .sampled import checked_rollout
@@ -108,6 +107,7 @@ class UserFunctions:
 
     Args:
         request (`ServerRequest`, *optional*): in place of a `rollout_func`.
+        trl_generate (`Callable`): TRL's `_generate`.
         rewards_all (`bool`): whether the response holds the completions of this rank alone, which can be rewarded.
         view (`Any`): what they see of the trainer.
         tokenizer (`Any`): a copy of the processing class, for this thread.
@@ -117,6 +117,7 @@ class UserFunctions:
     rollout_func: Callable[..., Any] | None
     request: ServerRequest | None
     rewards_all: bool
+    trl_generate: Callable[..., Any]
     reward_funcs: list[Any]
     view: Any
     tokenizer: Any
@@ -132,6 +133,7 @@ class UserFunctions:
             rollout_func=trainer.rollout_func,
             request=None if samples else ServerRequest.of(trainer, [row["prompt"] for row in inputs]),
             rewards_all=samples or trainer.accelerator.num_processes == 1,
+            trl_generate=inspect.unwrap(trainer._trl_trainer._generate),
             reward_funcs=list(trainer.reward_funcs),
             view=view,
             tokenizer=tokenizer,
@@ -191,8 +193,7 @@ class UserFunctions:
             _tokenizer=self.inner_tokenizer,
             eos_token_ids=self.eos_token_ids,
         )
-        generate = inspect.unwrap(trl.GRPOTrainer._generate)
-        _, _, _, completions, _, extra_columns, _, _ = generate(trainer, prompts)
+        _, _, _, completions, _, extra_columns, _, _ = self.trl_generate(trainer, prompts)
         return completions, extra_columns
 
     def _reward(self, record: Record, columns: dict[str, Any]) -> None:

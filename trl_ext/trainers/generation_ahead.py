@@ -132,6 +132,9 @@ class GenerationAhead:
         trainer = self.trainer
         rollout_func = trainer.rollout_func
         overridden = next((x for x in ("sampler", "generation", "rewards") if trainer._replaces(x)), None)
+        moved_reason: str | None = trainer._features.why_off("sampling ahead")
+        if moved_reason is not None:
+            return f"{moved_reason}. Use a tested version of TRL"
         if rollout_func is None and not (trainer.use_vllm and trainer.vllm_mode == "server"):
             return "the sampler must be outside of this process. Use vLLM's server or a `rollout_func`"
         if rollout_func is not None and trainer.use_vllm:

@@ -22,19 +22,19 @@ class _View:
     """Passes reads on to an object, except for those that are refused."""
 
     def __init__(self, viewed: Any, refused: dict[str, str], **members: Any) -> None:
-        vars(self).update(_viewed=viewed, _refused=refused, **members)
+        vars(self).update(viewed=viewed, refused=refused, **members)
 
     @property
     def __class__(self) -> type:  # so that `isinstance(trainer, GRPOTrainer)` holds
-        return type(self._viewed)
+        return type(self.viewed)
 
     @__class__.setter
     def __class__(self, _: type) -> None:
         raise TypeError("The class of a view cannot be set.")
 
     def __getattr__(self, name: str) -> Any:
-        viewed = vars(self)["_viewed"]
-        reason = vars(self)["_refused"].get(name)
+        viewed = vars(self)["viewed"]
+        reason = vars(self)["refused"].get(name)
         if reason is not None:
             raise RuntimeError(
                 f"`{type(viewed).__name__}.{name}` was read by a function that runs beside training. {reason}"
@@ -42,7 +42,7 @@ class _View:
         return getattr(viewed, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        kind = type(vars(self)["_viewed"]).__name__
+        kind = type(vars(self)["viewed"]).__name__
         raise RuntimeError(
             f"`{kind}.{name}` was set by a function that runs beside training, which reads it. Keep the value in the "
             "function."
