@@ -487,3 +487,49 @@ def test_a_run_that_is_killed_twenty_times_ends_as_one_that_is_not(workshop: Wor
     assert result["killed"] == 20
     assert result["equal"]
     assert all(result["equal"])
+
+
+def test_a_full_disk_is_the_error_of_the_checkpoint(
+    workshop: Workshop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(self: Path, text: str) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("trl_ext.checkpoints.generation_ahead.Path.write_text", full)
+    run = Run(workshop, tmp_path, save_strategy="steps", save_steps=2)
+    with pytest.raises(OSError, match="No space left"):
+        run.train()
+    assert run.trainer.state.global_step == 2
+    assert threads_left() == []
+
+
+def test_a_call_that_failed_before_a_checkpoint_fails_at_its_step(
+    workshop: Workshop, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING, logger="trl_ext")
+    calls = 0
+
+    def fails_once(completion_ids: list[list[int]], **_: Any) -> list[float]:
+        nonlocal calls
+        calls += 1
+        if calls == 3:
+            raise ConnectionError("the reward service is gone")
+        return [float(sum(ids) % 5) for ids in completion_ids]
+
+    options = {"save_strategy": "steps", "save_steps": 1, "reward_funcs": [fails_once]}
+    run = Run(workshop, tmp_path / "a", **options)
+    with pytest.raises(ConnectionError):
+        run.train()
+    assert run.trainer.state.global_step == 2
+    resumed = Run(workshop, tmp_path / "b", **options).train(str(tmp_path / "a" / "checkpoint-2"))
+    assert any("is sampled again: ConnectionError: the reward service is gone" in x for x in caplog.messages)
+    assert len(resumed.logged("loss")) == 3
+
+
+def test_an_infinite_reward_is_an_error_of_the_first_step(workshop: Workshop, tmp_path: Path) -> None:
+    def infinite(completion_ids: list[list[int]], **_: Any) -> list[float]:
+        return [float("inf") for _ in completion_ids]
+
+    with pytest.raises(ValueError, match="Return a finite number for each completion"):
+        Run(workshop, tmp_path, reward_funcs=[infinite]).train()
+    assert threads_left() == []

@@ -333,11 +333,13 @@ class GenerationAhead:
         rank = self.trainer.args.process_index
         try:
             record = self._record if self._call is None else self._call.result()
+        except Exception as error:  # raised again at the step that needs the batch
+            write_ahead(folder, rank, None, lost=f"{type(error).__name__}: {error}")
+            return
+        try:
             write_ahead(folder, rank, None if record is None else dataclasses.asdict(record))
         except TypeError as error:
             write_ahead(folder, rank, None, lost=f"it cannot be saved: {error}")
-        except Exception as error:  # raised again at the step that needs the batch
-            write_ahead(folder, rank, None, lost=f"{type(error).__name__}: {error}")
 
     def resume(self, folder: Path, *, same_schedule: bool) -> None:
         """Read the batch that was sampled ahead. All ranks call it.
