@@ -101,6 +101,33 @@ def delayed_trainer(sampler: OwnSampler, *, lag: int = 1, **arguments: Any) -> A
     return trainer
 
 
+class DelayedTurns:
+    """TRL's `_generate_single_turn` of stock TRL, which samples for the next prompts before it returns.
+
+    Args:
+        prompts (`list`): those of each generation batch, in order.
+    """
+
+    def __init__(self, trainer: Any, prompts: list[list[str]]) -> None:
+        self._single_turn = trainer._generate_single_turn
+        self._tokenize = trainer._tokenize_prompts
+        self._count = trainer.num_generations
+        self._prompts = prompts
+        self._next = 0
+        self._sampled: Any = None
+
+    def __call__(self, prompt_ids: list[list[int]], *_: Any) -> Any:
+        due = self._sample() if self._sampled is None else self._sampled
+        if self._next < len(self._prompts):
+            self._sampled = self._sample()
+        return due
+
+    def _sample(self) -> Any:
+        prompt_ids, images, fields = self._tokenize(self._prompts[self._next])
+        self._next += 1
+        return self._single_turn(prompt_ids, images, fields, self._count)
+
+
 def even_tokens(
     completion_ids: list[list[int]],
     place: list[int],

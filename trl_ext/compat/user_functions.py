@@ -2,7 +2,7 @@
 
 `UserFunctions.run` calls a `rollout_func` or vLLM's server, and reward functions, with what TRL passes, and records
 what they return and log. `replayed` makes TRL's own generation get the record, so that padding, gathers, advantages and
-metrics stay TRL's.
+metrics stay TRL's. A sampler in this process (`LocalTurn`) samples before, on the main thread.
 """
 
 import asyncio
@@ -14,7 +14,7 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -34,6 +34,7 @@ class Record:
         prompts (`list`): those that were sampled for.
         rollout (`dict`): what `rollout_func` returned.
         response (`dict`): what vLLM's server returned to the first process, for the prompts of all.
+        turn (`dict`): completions of this rank from vLLM or the model, and log-probs unless they are in `response`.
         rewards (`list`): for each reward function its rewards; `None` if it runs in the replay.
         logs (`list`): for each reward function its calls of `log_extra` and `log_metric`, in order.
         seconds (`float`): the time that all of it took.
@@ -44,32 +45,88 @@ class Record:
     prompts: list[Any]
     rollout: dict[str, Any] = field(default_factory=dict)
     response: dict[str, Any] = field(default_factory=dict)
+    turn: dict[str, Any] = field(default_factory=dict)
     rewards: list[list[float | None] | None] = field(default_factory=list)
     logs: list[list[tuple[str, str, Any]]] = field(default_factory=list)
     seconds: float = 0.0
 
     @property
     def completion_ids(self) -> list[list[int]]:
-        completion_ids: list[list[int]] = (self.rollout or self.response)["completion_ids"]
+        completion_ids: list[list[int]] = (self.rollout or self.turn)["completion_ids"]
         return completion_ids
+
+
+class Messages(Protocol):
+    """From a thread of the first process to those of the other ranks."""
+
+    def send(self, values: list[Any]) -> None: ...
+
+    def send_error(self, error: str) -> None: ...
+
+    def receive(self) -> Any: ...
+
+
+class Turn(Protocol):
+    """Completions of a sampler that TRL calls."""
+
+    @property
+    def prompt_ids(self) -> list[list[int]]:
+        """The prompts of this rank."""
+
+    def run(self, record: Record) -> None:
+        """Put the completions into `record`."""
+
+    def sample(self, tokens: int) -> tuple[list[int], list[int], list[float]] | None:
+        """Return a prompt, a completion of at most `tokens`, and its log-probs; `None` except in the first process."""
+
+
+@dataclass(frozen=True)
+class LocalTurn:
+    """What `generate`, continuous batching or vLLM in this process has sampled."""
+
+    prompt_ids: list[list[int]]
+    completion_ids: list[list[int]]
+    log_probs: list[list[float]] | None
+    is_main_process: bool
+
+    @classmethod
+    def of(cls, trainer: Any, prompts: list[Any], run_turn: Callable[..., Any]) -> "LocalTurn":
+        """Sample for `prompts`. Every rank calls it.
+
+        Args:
+            run_turn (`Callable`): calls its first argument, TRL's `_generate_single_turn`, with the others.
+        """
+        prompt_ids, images, fields = trainer._tokenize_prompts(copy.deepcopy(prompts))
+        single_turn = trainer._generate_single_turn
+        completion_ids, log_probs = run_turn(single_turn, prompt_ids, images, fields, trainer.num_generations)
+        return cls(prompt_ids, completion_ids, log_probs, trainer.accelerator.is_main_process)
+
+    def run(self, record: Record) -> None:
+        record.turn = {"completion_ids": self.completion_ids, "logprobs": self.log_probs}
+
+    def sample(self, tokens: int) -> tuple[list[int], list[int], list[float]] | None:
+        if not self.is_main_process or self.log_probs is None:
+            return None
+        return self.prompt_ids[0], self.completion_ids[0][:tokens], self.log_probs[0][:tokens]
 
 
 @dataclass(frozen=True)
 class ServerRequest:
-    """A request to vLLM's server, which can be sent in a thread.
+    """A request to vLLM's server, which the first process can send in a thread.
 
     Args:
         generate (`Callable`, *optional*): that of TRL's client; `None` except in the first process.
         keywords (`dict`): what TRL passes to its `generate`.
-        prompt_ids (`list`): the prompts of this rank.
+        messages (`Messages`): to the threads of the other ranks.
     """
 
+    prompt_ids: list[list[int]]
     generate: Callable[..., Any] | None
     keywords: dict[str, Any]
-    prompt_ids: list[list[int]]
+    messages: Messages
 
     @classmethod
-    def of(cls, trainer: Any, prompts: list[Any]) -> "ServerRequest":
+    def of(cls, trainer: Any, prompts: list[Any], messages: Messages) -> "ServerRequest":
         """Return what TRL would send for `prompts`. Every rank calls it, because TRL gathers the prompts."""
         generation = trainer.vllm_generation
         client = generation.vllm_client if trainer.accelerator.is_main_process else None
@@ -86,10 +143,9 @@ class ServerRequest:
         prompt_ids, images, _ = trainer._tokenize_prompts(copy.deepcopy(prompts))
         with nullcontext() if client is None else replaced(client, generate=keep):
             generation.generate(prompts=prompt_ids, images=images, num_generations=trainer.num_generations)
-        return cls(generate, keywords, prompt_ids)
+        return cls(prompt_ids, generate, keywords, messages)
 
     def sample(self, tokens: int) -> tuple[list[int], list[int], list[float]] | None:
-        """Return the first prompt, a completion of at most `tokens`, and its log-probs; `None` in other processes."""
         if self.generate is None:
             return None
         request = {**self.keywords, "prompts": self.keywords["prompts"][:1], "n": 1, "max_tokens": tokens}
@@ -97,8 +153,20 @@ class ServerRequest:
         log_probs = [of_token[0] for of_token in response["logprobs"][0]]
         return request["prompts"][0], response["completion_ids"][0], log_probs
 
-    def send(self) -> dict[str, Any]:
-        return dict(self.generate(**self.keywords)) if self.generate is not None else {}
+    def run(self, record: Record) -> None:
+        if self.generate is None:
+            record.turn = {"completion_ids": self.messages.receive()}
+            return
+        try:
+            record.response = dict(self.generate(**self.keywords))
+        except Exception as error:
+            self.messages.send_error(f"vLLM's server gave an error to the first process: {error}")
+            raise
+        rows = len(self.prompt_ids)
+        completion_ids = record.response["completion_ids"]
+        of_ranks = [completion_ids[first : first + rows] for first in range(0, len(completion_ids), rows)]
+        record.turn = {"completion_ids": of_ranks[0]}
+        self.messages.send(of_ranks)
 
 
 @dataclass(frozen=True)
@@ -106,17 +174,15 @@ class UserFunctions:
     """The functions of one trainer, and what TRL passes to them.
 
     Args:
-        request (`ServerRequest`, *optional*): in place of a `rollout_func`.
+        turn (`Turn`, *optional*): in place of a `rollout_func`.
         trl_generate (`Callable`): TRL's `_generate`.
-        rewards_all (`bool`): whether the response holds the completions of this rank alone, which can be rewarded.
         view (`Any`): what they see of the trainer.
         tokenizer (`Any`): a copy of the processing class, for this thread.
         event_loop (`Any`): TRL's loop for coroutines.
     """
 
     rollout_func: Callable[..., Any] | None
-    request: ServerRequest | None
-    rewards_all: bool
+    turn: Turn | None
     trl_generate: Callable[..., Any]
     reward_funcs: list[Any]
     view: Any
@@ -126,13 +192,10 @@ class UserFunctions:
     event_loop: Any
 
     @classmethod
-    def of(cls, trainer: Any, view: Any, tokenizer: Any, inputs: list[dict[str, Any]]) -> "UserFunctions":
-        """Return the functions that sample and reward `inputs`, the rows of the data. Every rank calls it."""
-        samples = trainer.rollout_func is not None
+    def of(cls, trainer: Any, view: Any, tokenizer: Any, turn: Turn | None) -> "UserFunctions":
         return cls(
             rollout_func=trainer.rollout_func,
-            request=None if samples else ServerRequest.of(trainer, [row["prompt"] for row in inputs]),
-            rewards_all=samples or trainer.accelerator.num_processes == 1,
+            turn=turn,
             trl_generate=inspect.unwrap(trainer._trl_trainer._generate),
             reward_funcs=list(trainer.reward_funcs),
             view=view,
@@ -145,12 +208,8 @@ class UserFunctions:
     def run(self, record: Record, inputs: list[dict[str, Any]]) -> None:
         """Sample and reward `inputs`, the rows of the data, and put what the functions return into `record`."""
         prompts = [row["prompt"] for row in inputs]
-        if self.request is not None:
-            record.response = self.request.send()
-        if not self.rewards_all:
-            record.rewards = [None] * len(self.reward_funcs)
-            record.logs = [[] for _ in self.reward_funcs]
-            return
+        if self.turn is not None:
+            self.turn.run(record)
         completions, extra_columns = self._sample(prompts, record)
         for name, values in extra_columns.items():
             for i, row in enumerate(inputs):
@@ -171,8 +230,8 @@ class UserFunctions:
             return output
 
         def tokenize(prompts: list[Any]) -> tuple[list[list[int]], None, dict[str, Any]]:
-            assert self.request is not None
-            return self.request.prompt_ids, None, {}
+            assert self.turn is not None
+            return self.turn.prompt_ids, None, {}
 
         def single_turn(*_: Any) -> tuple[list[list[int]], None]:
             return record.completion_ids, None
@@ -247,7 +306,7 @@ def replayed(trainer: Any, record: Record) -> Iterator[None]:
         stack.enter_context(replaced(trainer, reward_funcs=rewards))
         if trainer.rollout_func is not None:
             stack.enter_context(replaced(trainer, rollout_func=rollout))
-        elif trainer.accelerator.is_main_process:
+        elif record.response:
             stack.enter_context(replaced(trainer.vllm_generation.vllm_client, generate=respond))
         yield
 

@@ -11,6 +11,7 @@ from ..losses.loss_types import grpo_loss_type
 from .non_finite import steps_in_backward
 from .plan import Decision, Plan, model_reason
 from .sampled import (
+    VLLM,
     SampledFacts,
     micro_batches_of_a_step,
     model_row_reason,
@@ -40,7 +41,8 @@ class GRPOFacts(SampledFacts):
     per_device_train_batch_size: int
     optim: str
     generation_lag: int
-    samples_ahead: bool  # the next generation batch is sampled while one trains
+    samples_ahead: bool  # the next generation batch is sampled and rewarded while one trains
+    samples_in_process: bool  # so that only rewards run while a batch trains
     dynamic_sampling: bool
     dynamic_sampling_max_draws: int
     importance_sampling_level: str
@@ -96,6 +98,8 @@ def plan_grpo(facts: GRPOFacts) -> GRPOPlan:
         `ValueError`: the schedule, the sampler or the loss does not support an option.
     """
     check_options(facts)
+    if facts.generation_lag:
+        _check_correction(facts)
     if facts.generation.keeps_log_probs and not _corrects_for_continuous_batching(facts):
         facts = replace(facts, sampler_ratio=None)
     # A trusted sampler is the old policy, so that the ratio is 1
@@ -145,9 +149,9 @@ def plan_grpo(facts: GRPOFacts) -> GRPOPlan:
 
 
 def _generation(facts: GRPOFacts, corrects: bool) -> Decision:
-    decision = plan_generation(facts, corrects_for_sampler=corrects)
     if not facts.samples_ahead:
-        return decision
+        return plan_generation(facts, corrects_for_sampler=corrects)
+    decision = plan_generation(facts)
     if not facts.generation_lag:
         ahead = (
             "Where generation batches share an optimizer step, the next one is sampled and rewarded while one trains."
@@ -157,6 +161,11 @@ def _generation(facts: GRPOFacts, corrects: bool) -> Decision:
         "While a generation batch trains, the next one is sampled and rewarded, with the weights from before "
         "(`generation_lag=1`)."
     )
+    if facts.samples_in_process:
+        ahead = (
+            "The next generation batch is sampled before one trains, with the weights from before, and rewarded "
+            "meanwhile (`generation_lag=1`)."
+        )
     if not corrects:
         return Decision("generation", "run", f"{decision.reason} {ahead} The loss does not correct for their age.")
     assert facts.sampler_ratio is not None
@@ -305,6 +314,22 @@ def _corrects_for_continuous_batching(facts: GRPOFacts) -> bool:
         or _reader(facts) is not None
         or _draws(facts)
     )
+
+
+def _check_correction(facts: GRPOFacts) -> None:
+    """Raise `ValueError` if the loss is asked to correct for the age of the weights, and would not."""
+    reason = None
+    if facts.sampler_ratio is None:
+        return
+    if facts.generation.keeps_log_probs and not _corrects_for_continuous_batching(facts):
+        reason = "the loss does not correct for continuous batching in this run"
+    elif facts.generation.sampler != VLLM and (facts.has_own_loss or _has_unknown_loss(facts)):
+        reason = "this trainer's loss is not one that trl_ext knows, and TRL's correct only for vLLM"
+    if reason is not None:
+        raise ValueError(
+            f"`generation_lag=1` is not supported here: {reason}, so it ignores the age of the weights. Leave "
+            "`generation_lag` unset, or accept the bias with `vllm_importance_sampling_correction=False`."
+        )
 
 
 def _old_policy(facts: GRPOFacts, misaligned: bool) -> Decision:

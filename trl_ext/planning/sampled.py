@@ -8,13 +8,14 @@ from .plan import Decision, Facts
 
 GENERATE = "`generate`"
 CONTINUOUS_BATCHING = "transformers' continuous batching"
+VLLM = "vLLM"
 
 
 @dataclass(frozen=True)
 class GenerateFacts:
     """What samples the completions."""
 
-    sampler: str  # `GENERATE`, `CONTINUOUS_BATCHING`, or another, for the user
+    sampler: str  # `GENERATE`, `CONTINUOUS_BATCHING`, `VLLM`, or another, for the user
     all_rows_reason: str | None = None  # why transformers runs each copy of a prompt, apart from randomness
     keeps_log_probs: bool = False  # continuous batching returns log-probs, which are kept
 

@@ -17,7 +17,7 @@ from ..distributed.ranks import Ranks
 from ..packing.first_batch import is_coarse, undisturbed
 from ..packing.hooks import functions_of_users
 from ..packing.support import has_experts, positions_by_length
-from ..planning.sampled import GENERATE, GenerateFacts
+from ..planning.sampled import GENERATE, VLLM, GenerateFacts
 from ..reference.weights import base_of
 from ..sampler.sampling_mask import SamplingMaskRecorder
 from .continuous_batching import ContinuousBatching
@@ -59,7 +59,7 @@ class FewerRows:
         """Return what the plan must know of generation."""
         trainer = self.trainer
         if trainer.use_vllm:
-            return GenerateFacts("vLLM")
+            return GenerateFacts(VLLM)
         if getattr(trainer, "rollout_func", None) is not None:  # RLOO has none
             return GenerateFacts("`rollout_func`")
         if trainer._replaces("generation"):

@@ -1,7 +1,8 @@
 """GRPO's next generation batch, sampled and rewarded in a thread while the current one trains (`generation_lag`).
 
-The thread runs only the user's functions, and records what they return. When the batch is due, TRL's own generation
-runs on the main thread and gets the record. Collectives, TRL's metrics and random generators stay on the main thread.
+The thread runs only the user's functions and requests to vLLM's server, and records what they return. When the batch is
+due, TRL's own generation runs on the main thread and gets the record. Collectives, TRL's metrics and random generators
+stay on the main thread. So does a sampler in this process: then only rewards run beside training.
 """
 
 import copy
@@ -22,8 +23,11 @@ import torch
 from ..checkpoints.generation import position_in_data
 from ..checkpoints.generation_ahead import read_ahead, write_ahead
 from ..compat import sampled as internals
-from ..compat.user_functions import Record, UserFunctions, replayed
+from ..compat.user_functions import LocalTurn, Record, ServerRequest, Turn, UserFunctions, replayed
 from ..distributed.ranks import Ranks
+from ..distributed.thread_messages import ThreadMessages
+from ..planning.sampled import GENERATE
+from .generate_rows import FewerRows
 from .sampled_metrics import SampledMetrics
 from .trainer_view import view_of
 
@@ -79,17 +83,27 @@ class GenerationAhead:
         trainer (`GRPOTrainer`): which generates.
     """
 
-    def __init__(self, trainer: Any, ranks: Ranks, metrics: SampledMetrics, buffer: internals.Buffer) -> None:
+    def __init__(
+        self,
+        trainer: Any,
+        ranks: Ranks,
+        metrics: SampledMetrics,
+        buffer: internals.Buffer,
+        fewer_rows: FewerRows,
+    ) -> None:
         self.trainer = trainer
         self.ranks = ranks
         self.metrics = metrics
         self.buffer = buffer
+        self.fewer_rows = fewer_rows
         self._call: BackgroundCall | None = None
         self._record: Record | None = None  # of a checkpoint
         self._in_turn_reason: str | None = None  # why this training run does not sample ahead; without a lag
         self._first_batch = 0  # the number of this training run's first generation batch since the trainer was built
         self._upcoming: internals.UpcomingRows | None = None
         self._tokenizer: Any = None
+        self._messages: ThreadMessages | None = None
+        self._replayed: Record | None = None  # what TRL's generation gets now
         self._is_first = True
         self._sent_at_step: int | None = None  # the optimizer step of the weights that the sampler has
 
@@ -104,6 +118,15 @@ class GenerationAhead:
         if self.lag:
             return True
         return self._is_asked and self._shares_steps and self._in_turn_reason is None and self.refusal() is None
+
+    @property
+    def samples_in_process(self) -> bool:
+        """Whether sampling takes this process's time, so that only rewards run beside training."""
+        return self.trainer.rollout_func is None and not self._has_server
+
+    @property
+    def _has_server(self) -> bool:
+        return bool(self.trainer.use_vllm and self.trainer.vllm_mode == "server")
 
     @property
     def _is_asked(self) -> bool:
@@ -135,8 +158,13 @@ class GenerationAhead:
         moved_reason: str | None = trainer._features.why_off("sampling ahead")
         if moved_reason is not None:
             return f"{moved_reason}. Use a tested version of TRL"
-        if rollout_func is None and not (trainer.use_vllm and trainer.vllm_mode == "server"):
-            return "the sampler must be outside of this process. Use vLLM's server or a `rollout_func`"
+        if self.samples_in_process and not self.lag:
+            return "the sampler draws from the generators of training. Use vLLM's server or a `rollout_func`"
+        if self.lag and self._corrects and self.fewer_rows.facts().sampler == GENERATE:
+            return (
+                "`generate` returns no log-probs, so the loss cannot correct for the age of the weights. Use vLLM or "
+                "continuous batching, accept the bias with `vllm_importance_sampling_correction=False`"
+            )
         if rollout_func is not None and trainer.use_vllm:
             return "with `use_vllm=True`, TRL sends weights to vLLM while `rollout_func` runs. Leave `use_vllm` off"
         if rollout_func is not None and not callable(getattr(rollout_func, "sync_weights", None)):
@@ -175,6 +203,7 @@ class GenerationAhead:
         self._first_batch = self.buffer.number
         self._upcoming = internals.UpcomingRows(self.trainer, self.buffer)
         self._tokenizer = copy.deepcopy(self.trainer.processing_class)
+        self._messages = ThreadMessages(self.ranks)
 
     def end(self) -> None:
         """Called when training ends, also by an error. A batch that is not trained on is dropped."""
@@ -202,13 +231,23 @@ class GenerationAhead:
                 self._send_weights()
             yield
             return
-        with replayed(self.trainer, record):
-            yield
+        self._replayed = record
+        try:
+            with replayed(self.trainer, record):
+                yield
+        finally:
+            self._replayed = None
         age = self.trainer.state.global_step - record.sampled_at_step
         self.buffer.sampler_is_older = age > 0
         metrics = internals.mode_metrics(self.trainer)
         metrics["generation_ahead/age_in_steps"].append(age)
         metrics["seconds/generation_ahead"].append(record.seconds)
+
+    def run_turn(self, single_turn: Callable[..., Any], *positional: Any, **keywords: Any) -> Any:
+        """Run TRL's `single_turn`, or return what it returned ahead."""
+        if self._replayed is not None and self.samples_in_process:
+            return self._replayed.turn["completion_ids"], self._replayed.turn["logprobs"]
+        return self.fewer_rows.run_turn(single_turn, *positional, **keywords)
 
     def _give_up(self, reason: str) -> None:
         """Sample in turn for the rest of this training run. With a lag, raise `ValueError`."""
@@ -276,10 +315,11 @@ class GenerationAhead:
         inputs = self._upcoming.of_batch(number)
         prompts = self._upcoming.prompts_of(number)
         record = Record(batch=number, sampled_at_step=trainer.state.global_step, prompts=prompts)
-        functions = UserFunctions.of(trainer, view_of(trainer, self._tokenizer), self._tokenizer, inputs)
-        if self.lag and functions.request is not None:
+        turn = self._turn(prompts)
+        functions = UserFunctions.of(trainer, view_of(trainer, self._tokenizer), self._tokenizer, turn)
+        if self.lag and turn is not None:
             # Otherwise, the completions themselves show whether the sampler has the policy's weights
-            self.metrics.check_sent_weights(partial(functions.request.sample, _CANARY))
+            self.metrics.check_sent_weights(partial(turn.sample, _CANARY))
 
         def work() -> Record:
             began = time.perf_counter()
@@ -291,6 +331,15 @@ class GenerationAhead:
 
         return work
 
+    def _turn(self, prompts: list[Any]) -> Turn | None:
+        """Return what samples for `prompts`, unless the `rollout_func` does. All ranks call it."""
+        if self.trainer.rollout_func is not None:
+            return None
+        if self.samples_in_process:
+            return LocalTurn.of(self.trainer, prompts, self.fewer_rows.run_turn)
+        assert self._messages is not None
+        return ServerRequest.of(self.trainer, prompts, self._messages)
+
     def _send_weights(self) -> None:
         """Send the policy's weights to the sampler, if it has older ones. All ranks call it, while no request runs."""
         trainer = self.trainer
@@ -299,7 +348,7 @@ class GenerationAhead:
         if trainer.rollout_func is not None:
             if step is None or self._sent_at_step != step:
                 trainer.rollout_func.sync_weights(trainer)
-        elif trainer._last_loaded_step != step:
+        elif self._has_server and trainer._last_loaded_step != step:
             trainer.vllm_generation.sync_weights()
             trainer._last_loaded_step = step  # TRL sends them otherwise, while a request runs
         self._sent_at_step = step
@@ -315,13 +364,23 @@ class GenerationAhead:
                 "`random.Random(seed)`"
             )
 
+    @property
+    def _corrects(self) -> bool:
+        return bool(self.trainer.vllm_importance_sampling_correction)
+
     def _check_log_probs(self, record: Record) -> None:
-        corrects = self.lag and self.trainer.vllm_importance_sampling_correction
-        if corrects and self.trainer.rollout_func is not None and record.rollout.get("logprobs") is None:
+        if not self.lag or not self._corrects:
+            return
+        remedy = None
+        if self.trainer.rollout_func is not None and record.rollout.get("logprobs") is None:
+            remedy = "`rollout_func` returned no `logprobs`", "Return the log-prob of each sampled token"
+        elif self.samples_in_process and record.turn["logprobs"] is None:
+            remedy = "the sampler returned no log-probs", "Leave `generate_fewer_rows` on"
+        if remedy is not None:
+            found, advice = remedy
             raise ValueError(
-                "`generation_lag=1`: `rollout_func` returned no `logprobs`, so the loss cannot correct for the age of "
-                "the weights. Return the log-prob of each sampled token, or accept the bias with "
-                "`vllm_importance_sampling_correction=False`."
+                f"`generation_lag=1`: {found}, so the loss cannot correct for the age of the weights. {advice}, or "
+                "accept the bias with `vllm_importance_sampling_correction=False`."
             )
 
     # Checkpoints

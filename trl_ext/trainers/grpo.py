@@ -134,6 +134,7 @@ class GRPOTrainer(ExactTrainer, trl.GRPOTrainer):
             has_images=bool(self._is_vlm),
             has_entropy_bonus=bool(self._entropy_bonus_enabled),
             samples_ahead=self._grpo_generation.ahead.is_on,
+            samples_in_process=self._grpo_generation.ahead.samples_in_process,
             sampler_ratio=self._ratio_rule(generation),
             sampler_gives_log_probs=self.use_vllm or self.rollout_func is not None or generation.keeps_log_probs,
             truncated_sampling=truncated,

@@ -44,9 +44,9 @@ class GRPOGeneration:
         self.passes = passes
         self.buffer = buffer
         self.balance = balance
-        self.ahead = GenerationAhead(trainer, ranks, passes.metrics, buffer)
         self.fewer_rows = FewerRows(trainer, ranks)
-        self._trl = internals.without_passes(trainer, self.fewer_rows.run_turn, self.fewer_rows.continuing_turns)
+        self.ahead = GenerationAhead(trainer, ranks, passes.metrics, buffer, self.fewer_rows)
+        self._trl = internals.without_passes(trainer, self.ahead.run_turn, self.fewer_rows.continuing_turns)
         self._checkpoints = GenerationCheckpoints(trainer, ranks, buffer)
         self._further: FurtherPrompts | None = None
         self._fills_buffer = False

@@ -209,13 +209,16 @@ class SampledMetrics:
 
         Args:
             sample (`Callable`): returns the token ids of a prompt and of a completion, and the log-prob of each of the
-                latter; `None` except in the first process.
+                latter; `None` except in the first process, or without log-probs.
         """
         trainer = self.trainer
         is_truncated = bool(trainer.plan.facts.truncated_sampling)
         if is_truncated or not self._samples_policy or trainer.args.sampler_check == "off":
             return
-        prompt_ids, completion_ids, log_probs = next(filter(None, self.ranks.gather_objects(sample())))
+        sampled = next(filter(None, self.ranks.gather_objects(sample())), None)
+        if sampled is None:  # `generate` returns no log-probs
+            return
+        prompt_ids, completion_ids, log_probs = sampled
         ids_1S = torch.tensor([prompt_ids + completion_ids], device=self.ranks.device)
         with unrecorded_pass(trainer):
             policy_1C, _, _ = getattr(trainer, PASS)(

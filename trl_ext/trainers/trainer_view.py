@@ -7,9 +7,16 @@ _WEIGHTS = (
     "Training changes its weights meanwhile. Sample from a copy, and copy the weights in "
     "`rollout_func.sync_weights(trainer)`, which trl_ext calls between optimizer steps."
 )
+_LOGS = "Training logs meanwhile. A reward function logs with its arguments `log_metric` and `log_extra`."
 _COLLECTIVE = "Ranks would run collectives in different orders. Each rank must sample and reward its own rows alone."
 
-_REFUSED = dict.fromkeys(("model", "model_wrapped", "ref_model", "optimizer", "lr_scheduler", "deepspeed"), _WEIGHTS)
+_REFUSED = {
+    **dict.fromkeys(
+        ("model", "model_wrapped", "ref_model", "optimizer", "lr_scheduler", "deepspeed", "save_model", "evaluate"),
+        _WEIGHTS,
+    ),
+    **dict.fromkeys(("log", "log_metrics", "save_metrics", "_metrics", "_logs"), _LOGS),
+}
 _REFUSED_OF_ACCELERATOR = {
     **dict.fromkeys(
         ("gather", "gather_for_metrics", "reduce", "pad_across_processes", "wait_for_everyone"), _COLLECTIVE
@@ -54,4 +61,5 @@ def view_of(trainer: Any, tokenizer: Any) -> Any:
     state = copy.copy(trainer.state)
     state.log_history = list(state.log_history)
     accelerator = _View(trainer.accelerator, _REFUSED_OF_ACCELERATOR)
-    return _View(trainer, _REFUSED, accelerator=accelerator, processing_class=tokenizer, state=state)
+    inner = getattr(tokenizer, "tokenizer", tokenizer)
+    return _View(trainer, _REFUSED, accelerator=accelerator, processing_class=tokenizer, _tokenizer=inner, state=state)
