@@ -3,7 +3,8 @@
     python benchmarks/generation_ahead.py           # a small model on the CPU, about 4 minutes
     python benchmarks/generation_ahead.py --smoke   # short waits: a check that it runs; its times mean nothing
 
-The sampler is a `rollout_func` that waits, as for a server, and returns fixed completions. Training waits as long.
+The sampler is a `rollout_func` that waits, as for a server, and returns fixed completions. Training waits as long. In
+the last case, reward and training compute in Python instead: "ahead" in a thread, "pool" in another process.
 Milliseconds are wall-clock medians of whole optimizer steps after the first. Subjects take turns.
 """
 
@@ -12,11 +13,15 @@ import logging
 import tempfile
 import time
 from collections import defaultdict
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
+from multiprocessing import get_context
 from typing import Any
 
 import results
+import torch
 from datasets import Dataset
 from steps import Shape, policy, text, tokenizer, words
 from transformers import PrinterCallback, TrainerCallback
@@ -26,6 +31,7 @@ import trl_ext
 
 SHAPE = Shape(hidden=64, layers=2, vocabulary=256, prompt=16, completion=8, steps=7, rounds=2)
 LENGTH = 8
+POOL = ProcessPoolExecutor(1, get_context("spawn"))  # its process starts at the first call
 
 
 @dataclass(frozen=True)
@@ -36,6 +42,8 @@ class Case:
         lag (`int`): `generation_lag`.
         batches (`int`): generation batches of a step.
         ahead (`bool`): whether trl_ext may send weights, and so sample ahead.
+        works (`bool`): whether reward and training compute, instead of waiting.
+        pool (`ProcessPoolExecutor`, *optional*): where the reward computes.
     """
 
     sampler: float = 0.0
@@ -44,6 +52,33 @@ class Case:
     lag: int = 0
     batches: int = 1
     ahead: bool = True
+    works: bool = False
+    pool: ProcessPoolExecutor | None = None
+
+
+def small_operations(count: int) -> None:
+    """Compute as training does that waits for Python, not for the device."""
+    x = torch.ones(64)
+    for _ in range(count):
+        x = x + 1.0
+
+
+def additions(count: int) -> None:
+    """Compute as a reward function does that is written in Python."""
+    total = 0
+    for i in range(count):
+        total += i * i % 7
+
+
+@cache
+def per_second(work: Callable[[int], None]) -> int:
+    """Return how many rounds of `work` take a second alone."""
+    counts = []
+    for _ in range(5):
+        began = time.perf_counter()
+        work(100_000)
+        counts.append(int(100_000 / (time.perf_counter() - began)))
+    return sorted(counts)[2]
 
 
 def measured(seconds: float) -> dict[str, dict[str, Case]]:
@@ -55,6 +90,12 @@ def measured(seconds: float) -> dict[str, dict[str, Case]]:
         for batches in (2, 4):
             several = replace(case, batches=batches)
             cases[f"{name}_within_{batches}"] = {"in turn": replace(several, ahead=False), "ahead": several}
+    computed = replace(rewarded, works=True)
+    cases["python_reward_lag"] = {
+        "in turn": replace(computed, ahead=False),
+        "ahead": replace(computed, lag=1),
+        "pool": replace(computed, lag=1, pool=POOL),
+    }
     return cases
 
 
@@ -84,29 +125,38 @@ class Training(TrainerCallback):
     """Makes training take a while, and notes the ends of optimizer steps.
 
     Args:
-        seconds (`float`): how long a micro-batch waits.
+        run (`Callable`): called in each micro-batch.
     """
 
-    def __init__(self, seconds: float) -> None:
-        self.seconds = seconds
+    def __init__(self, run: Callable[[], None]) -> None:
+        self.run = run
         self.ends: list[float] = []
 
     def on_substep_end(self, *_: Any, **__: Any) -> None:
-        time.sleep(self.seconds)
+        self.run()
 
     def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
-        time.sleep(self.seconds)
+        self.run()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self.ends.append(time.perf_counter())
 
 
 def seconds_of_steps(case: Case, shape: Shape) -> list[float]:
+    spend: Callable[[], None] = partial(time.sleep, case.reward / case.batches)
+    train: Callable[[], None] = partial(time.sleep, case.training / 4)
+    if case.works:
+        spend = partial(additions, int(case.reward * per_second(additions)))
+        train = partial(small_operations, int(case.training * per_second(small_operations) / 4))
+
     def reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
-        time.sleep(case.reward / case.batches)
+        if case.pool is None:
+            spend()
+        else:
+            case.pool.submit(spend).result()
         return [float(ids[0] % 5) for ids in completion_ids]
 
-    training = Training(case.training / 4)
+    training = Training(train)
     kind = SamplerWithWeights if case.ahead else Sampler
     rows = [{"prompt": text(words(row, shape.prompt, shape.vocabulary))} for row in range(64)]
     with tempfile.TemporaryDirectory() as folder:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from ranks import python_path
 from tiny import Workshop
 
 NEED_VLLM = ["test_check.py", "test_colocated.py", "test_server.py", "test_truncated.py"]
@@ -49,7 +50,13 @@ def train(workshop: Workshop, tmp_path_factory: pytest.TempPathFactory, compiled
         script = Path(__file__).with_name("run_vllm.py")
         ended = subprocess.run(
             [sys.executable, script, json.dumps(case)],
-            env={**os.environ, **SETTINGS, "TORCHINDUCTOR_CACHE_DIR": compiled, "MASTER_PORT": str(free_port())},
+            env={
+                **os.environ,
+                **SETTINGS,
+                "TORCHINDUCTOR_CACHE_DIR": compiled,
+                "MASTER_PORT": str(free_port()),
+                "PYTHONPATH": python_path(),
+            },
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

@@ -3,8 +3,8 @@
     python tests/sampler/run_vllm.py '{"model": FOLDER, "output": FOLDER, ...}'
 
 Options: `trainer` ("ours", "stock": TRL's with our engine, "untouched": TRL's with its own), `lora`, `peft` (arguments
-of `LoraConfig`), `dtype` (of the policy), `changed` (a weight that is not as on disk), `steps`, `engine` (arguments of
-vLLM), `config` (arguments of the trainer), `broken`, what the sync leaves out from step 3 on: "everything", "cache"
+of `LoraConfig`), `delayed` (TRL's samples with older weights), `dtype` (of the policy), `changed` (a weight that is not
+as on disk), `steps`, `engine` (arguments of vLLM), `config` (arguments of the trainer), `broken`, what the sync leaves out from step 3 on: "everything", "cache"
 (the prefix cache stays), or a part of the names of the weights; and `syncs`, how often the adapter is then merged for a
 sync, by our way and by TRL's.
 """
@@ -22,6 +22,7 @@ from peft import LoraConfig
 from transformers import AutoModelForCausalLM
 
 import trl_ext
+from lagged_sampling import DelayedTurns
 from trl_ext.compat.replaced import names_replaced
 from trl_ext.compat.vllm import VLLMGeneration
 from trl_ext.sampler.engine import EngineGeneration
@@ -96,6 +97,8 @@ def main(case: dict[str, Any]) -> None:
         used = partial(EngineGeneration, engine_args=engine)
         with names_replaced(trl.GRPOTrainer, **({"VLLMGeneration": used} if kind == "stock" else {})):
             trainer = trl.GRPOTrainer(args=trl.GRPOConfig(**config), **given)
+    if case.get("delayed"):
+        trainer._generate_single_turn = DelayedTurns(trainer, [prompts[:1] * 4 + prompts[1:] * 4] * config["max_steps"])
     if "broken" in case:
         break_sync(trainer, case["broken"])
     before = {name: x.detach().clone() for name, x in trainer.model.named_parameters()}

@@ -68,3 +68,16 @@ def test_100_syncs_of_an_adapter_leave_the_weights_as_they_are(train):
     drift = train(lora=True, dtype="bfloat16", engine={"dtype": "bfloat16"}, steps=2, syncs=100)["drift"]
     assert drift["ours"] == 0
     assert drift["trl"] > 1e-3
+
+
+def test_with_a_lag_training_equals_stock_trl_with_older_weights(train):
+    # In the order of the data, two prompts in turn
+    order = {"shuffle_dataset": False}
+    ours = train(config={**order, "generation_lag": 1})
+    stock = train(config=order, trainer="stock", delayed=True)
+    assert column(ours, "generation_ahead/age_in_steps") == [0, 1, 1, 1, 1, 1]
+    assert column(ours, KL)[0] < 1e-9 < min(column(ours, KL)[1:])
+    assert "not samples" not in ours["printed"]
+    assert "sampled before one trains, with the weights from before" in " ".join(ours["printed"].split())
+    for name in ("loss", "reward", "grad_norm"):
+        assert column(ours, name) == pytest.approx(column(stock, name), rel=1e-3, abs=1e-5), name

@@ -1,12 +1,16 @@
 """GRPO with vLLM in a server: weights arrive without NCCL, and the server samples from the policy to rounding."""
 
+import logging
 import os
+import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.request import urlopen
@@ -16,9 +20,11 @@ import torch
 import trl
 from datasets import Dataset
 from peft import LoraConfig
+from transformers import TrainerCallback
 from trl.generation.vllm_client import VLLMClient
 
 import trl_ext
+from launch import LaunchedRank, launch
 from tiny import Workshop
 from trl_ext.compat.replaced import names_replaced
 from trl_ext.sampler import client as client_module
@@ -44,6 +50,7 @@ SERVERS = {
     "tied": ("sampled_tied", BY_FILES),
     "untied": ("sampled", (*BY_FILES, *LORA)),
     "adapter only": ("sampled", LORA),  # no test changes its base model
+    "to be killed": ("sampled", BY_FILES),
 }
 KL = "sampling/mismatch_kl"  # only ours
 AGREES = {KL: 1e-9, "sampling/sampling_logp_difference/max": 5e-5}
@@ -53,6 +60,7 @@ CONFIG = {
     **{"logging_steps": 1, "save_strategy": "no", "use_vllm": True, "vllm_mode": "server"},
     "generation_kwargs": {"seed": 7},  # the server draws the same completions for each trainer
 }
+PROCESSES: dict[str, int] = {}  # the servers that run
 LORA_4 = {"lora": LoraConfig(r=4, target_modules="all-linear")}
 
 
@@ -67,6 +75,7 @@ def server(workshop: Workshop, tmp_path_factory: pytest.TempPathFactory) -> Iter
     """Return a function from a name of `SERVERS` to the URL of its server, which is started at the first call."""
     urls: dict[str, str] = {}
     processes: list[subprocess.Popen] = []
+    PROCESSES.clear()
     folder = tmp_path_factory.mktemp("server")
     compiled = os.environ.get("TORCHINDUCTOR_CACHE_DIR") or str(folder / "compiled")
 
@@ -82,6 +91,7 @@ def server(workshop: Workshop, tmp_path_factory: pytest.TempPathFactory) -> Iter
                 stderr=subprocess.STDOUT,
             )
         processes.append(process)
+        PROCESSES[name] = process.pid
         until = time.monotonic() + 240
         while process.poll() is None and time.monotonic() < until:
             with suppress(OSError), urlopen(f"{url}/health"):
@@ -102,7 +112,12 @@ def distinct(completion_ids: list[list[int]], **_: Any) -> list[float]:
 
 
 def of_url(
-    url: str, output: Path, used: type = trl_ext.GRPOTrainer, lora: LoraConfig | None = None, **config: Any
+    url: str,
+    output: Path,
+    used: type = trl_ext.GRPOTrainer,
+    lora: LoraConfig | None = None,
+    reward: Callable[..., Any] = distinct,
+    **config: Any,
 ) -> Any:
     """Return a trainer whose vLLM is the server at `url`. TRL's gets our client."""
 
@@ -111,7 +126,7 @@ def of_url(
     with names_replaced(trl.GRPOTrainer, VLLMGeneration=EngineGeneration):
         return used(
             model=model,
-            reward_funcs=distinct,
+            reward_funcs=reward,
             peft_config=lora,
             args=of_config(str(output), vllm_server_base_url=url, **{**CONFIG, **config}),
             # More than a block of the prefix cache, and few prompts: later steps find the blocks of earlier ones
@@ -286,3 +301,83 @@ def test_within_a_step_the_next_batch_is_sampled_ahead_and_training_equals_stock
     stock.train()
     for name in ("loss", "reward", "grad_norm", "num_tokens"):
         assert column(ours, name) == pytest.approx(column(stock, name), rel=1e-4, abs=1e-5), name
+
+
+def train_on_rank(rank: LaunchedRank, used: str) -> dict[str, Any]:
+    """Train with a lag, ours or stock TRL that sends older weights; return the logs and the threads of the rewards."""
+    threads: list[str] = []
+
+    def reward(completion_ids: list[list[int]], **given: Any) -> list[float]:
+        threads.append(threading.current_thread().name)
+        return distinct(completion_ids, **given)
+
+    url = (rank.folder / "url").read_text()
+    options = {"reward": reward, "max_steps": 4, "dataloader_pin_memory": False, "per_device_train_batch_size": 4}
+    if used == "ours":
+        trainer = of_url(url, rank.folder / used, generation_lag=1, show_plan=False, **options)
+    else:
+        trainer = of_url(url, rank.folder / used, trl.GRPOTrainer, **options)
+        delay_weights(trainer)
+    trainer.train()
+    rank.check(trainer)
+    names = ("loss", "reward", "grad_norm", "num_tokens")
+    return {"logs": {name: column(trainer, name) for name in names}, "threads": threads}
+
+
+CASES = {used: partial(train_on_rank, used=used) for used in ("ours", "stock")}
+
+
+def test_on_two_ranks_rewards_run_beside_training_and_training_equals_stock_trl(server, tmp_path):
+    (tmp_path / "url").write_text(server("untied"))
+    results = launch(__file__, list(CASES), "ddp", tmp_path)
+    for ours, stock in zip(results["ours"], results["stock"], strict=True):
+        assert ours["threads"] == ["MainThread", *(f"generation batch {x}" for x in (1, 2, 3))]
+        assert stock["threads"] == ["MainThread"] * 4
+    ours, stock = results["ours"][0]["logs"], results["stock"][0]["logs"]
+    for name, values in stock.items():
+        assert len(values) == 4
+        assert ours[name] == pytest.approx(values, rel=1e-4, abs=1e-5), name
+
+
+class AtStep(TrainerCallback):
+    """Calls a function at the end of step 2."""
+
+    def __init__(self, call: Callable[[], None]) -> None:
+        self.call = call
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step == 2:
+            self.call()
+
+
+def threads_left() -> list[str]:
+    time.sleep(0.1)
+    return [x.name for x in threading.enumerate() if x.name.startswith("generation batch")]
+
+
+def test_a_server_that_hangs_is_named_and_training_goes_on_once_it_answers(server, tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr("trl_ext.trainers.generation_ahead._NEWS", 0.2)
+    caplog.set_level(logging.WARNING, logger="trl_ext")
+    url = server("to be killed")
+    usual = of_url(url, tmp_path / "a", generation_lag=1)
+    usual.train()
+    assert not any("training has waited for 1 s" in x for x in caplog.messages)
+    trainer = of_url(url, tmp_path / "b", generation_lag=1)
+
+    def hang() -> None:
+        os.kill(PROCESSES["to be killed"], signal.SIGSTOP)
+        threading.Timer(2.0, os.kill, (PROCESSES["to be killed"], signal.SIGCONT)).start()
+
+    trainer.add_callback(AtStep(hang))
+    trainer.train()
+    assert any("training has waited for 1 s" in x for x in caplog.messages)
+    assert column(trainer, "loss") == pytest.approx(column(usual, "loss"), rel=1e-4, abs=1e-5)
+
+
+def test_a_server_that_dies_ends_the_step_that_needs_it(server, tmp_path):
+    trainer = of_url(server("to be killed"), tmp_path, generation_lag=1)
+    trainer.add_callback(AtStep(lambda: os.kill(PROCESSES["to be killed"], signal.SIGKILL)))
+    with pytest.raises(OSError, match="Connection refused"):  # after the retries of TRL's client
+        trainer.train()
+    assert trainer.state.global_step == 2
+    assert threads_left() == []

@@ -1,4 +1,4 @@
-"""Trains with `generation_lag=1` in processes that are killed at random times, until a run ends; then again.
+"""Trains with `generation_lag=1` in processes that get SIGTERM or SIGKILL at random times, until a run ends; then again.
 
 `python killed_ahead.py FOLDER MODEL KILLS` prints, as JSON, the kills, the runs that ended, and whether the weights of
 each are bit for bit those of a run that was not killed. Processes are forked, so that libraries are imported once.
@@ -84,7 +84,8 @@ def main() -> None:
             process = start("killed", resume)
             process.join(draws.uniform(0.2, 0.8) * seconds)
             if process.exitcode is None and killed < kills:
-                process.kill()
+                end = process.kill if killed % 2 else process.terminate
+                end()
                 killed += 1
             process.join()
             resume = True

@@ -228,21 +228,76 @@ def test_what_is_not_supported_is_an_error(
     assert message in str(caught.value)
 
 
-def test_an_error_of_a_reward_function_ends_the_step_that_needs_it(workshop: Workshop, tmp_path: Path) -> None:
-    calls = 0
+class Faulty:
+    """A reward function and a sampler, one of which has a fault at a call.
 
-    def fails_at_the_fourth(completion_ids: list[list[int]], **_: Any) -> list[float]:
-        nonlocal calls
-        calls += 1
-        if calls == 4:
-            raise ZeroDivisionError("a fault of the reward function")
-        return [float(sum(ids) % 5) for ids in completion_ids]
+    Args:
+        part (`str`): "reward", "sampler" or "sync".
+        fault (`Callable`): gets what the part returns.
+        call (`int`): the number of the call, from 1.
+    """
 
-    run = Run(workshop, tmp_path, reward_funcs=[fails_at_the_fourth])
-    with pytest.raises(ZeroDivisionError) as caught:
+    def __init__(self, part: str, fault: Callable[[Any], Any], call: int) -> None:
+        self.part = part
+        self.fault = fault
+        self.call = call
+        self.calls = 0
+
+    def passed(self, part: str, value: Any) -> Any:
+        self.calls += part == self.part
+        return self.fault(value) if (part, self.calls) == (self.part, self.call) else value
+
+    def reward(self, completion_ids: list[list[int]], **_: Any) -> Any:
+        return self.passed("reward", [float(sum(ids) % 5) for ids in completion_ids])
+
+    def sampler(self, model: Any) -> OwnSampler:
+        passed = self.passed
+
+        class FaultySampler(OwnSampler):
+            def __call__(self, prompts: list[str], trainer: Any) -> Any:
+                return passed("sampler", super().__call__(prompts, trainer))
+
+            def sync_weights(self, trainer: Any) -> None:
+                super().sync_weights(passed("sync", trainer))
+
+        return FaultySampler(model)
+
+
+def divide_by_zero(_: Any) -> Any:
+    raise ZeroDivisionError("a fault")
+
+
+FAULTS = {
+    "a reward function raises": ("reward", divide_by_zero, ZeroDivisionError, "a fault"),
+    "a reward is text": ("reward", lambda rewards: ["good", *rewards[1:]], ValueError, "could not convert string"),
+    "a reward is missing": ("reward", lambda rewards: rewards[1:], TypeError, "`reward` returned"),
+    "the sampler raises": ("sampler", divide_by_zero, ZeroDivisionError, "a fault"),
+    "a completion is missing": (
+        "sampler",
+        lambda output: output | {"completion_ids": output["completion_ids"][1:]},
+        ValueError,
+        "`rollout_func` returned 7 completions for 8 prompts",
+    ),
+    "a completion is empty": (
+        "sampler",
+        lambda output: output | {"completion_ids": [[], *output["completion_ids"][1:]]},
+        ValueError,
+        "`rollout_func` returned an empty completion",
+    ),
+    "weights cannot be sent": ("sync", divide_by_zero, ZeroDivisionError, "a fault"),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_ends_the_step_that_needs_the_batch(name: str, workshop: Workshop, tmp_path: Path) -> None:
+    part, fault, error, message = FAULTS[name]
+    faulty = Faulty(part, fault, call=4)
+    run = Run(workshop, tmp_path, reward_funcs=[faulty.reward], sampler=faulty.sampler)
+    with pytest.raises(error, match=message) as caught:
         run.train()
     assert run.trainer.state.global_step == 3
-    assert "fails_at_the_fourth" in [frame.name for frame in traceback.extract_tb(caught.value.__traceback__)]
+    files = {Path(frame.filename).name for frame in traceback.extract_tb(caught.value.__traceback__)}
+    assert Path(__file__).name in files
     assert threads_left() == []
 
 
