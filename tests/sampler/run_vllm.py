@@ -2,11 +2,11 @@
 
     python tests/sampler/run_vllm.py '{"model": FOLDER, "output": FOLDER, ...}'
 
-Options: `trainer` ("ours", "stock": TRL's with our engine, "untouched": TRL's with its own), `lora`, `peft` (arguments
-of `LoraConfig`), `delayed` (TRL's samples with older weights), `dtype` (of the policy), `changed` (a weight that is not
-as on disk), `steps`, `engine` (arguments of vLLM), `config` (arguments of the trainer), `broken`, what the sync leaves out from step 3 on: "everything", "cache"
-(the prefix cache stays), or a part of the names of the weights; and `syncs`, how often the adapter is then merged for a
-sync, by our way and by TRL's.
+Options: `trainer` ("ours", "stock": TRL's with our engine, "untouched": TRL's with its own), `lora`, `peft`
+(arguments of `LoraConfig`), `delayed` (TRL's samples with older weights), `dtype` (of the policy), `changed` (a
+weight that is not as on disk), `steps`, `engine` (arguments of vLLM), `config` (arguments of the trainer), `broken`,
+what the sync leaves out from step 3 on: "everything", "cache" (the prefix cache stays), or a part of the names of the
+weights; and `syncs`, how often the adapter is then merged for a sync, by our way and by TRL's.
 """
 
 import json

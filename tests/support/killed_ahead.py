@@ -1,4 +1,4 @@
-"""Trains with `generation_lag=1` in processes that get SIGTERM or SIGKILL at random times, until a run ends; then again.
+"""Trains with `generation_lag=1` in processes that get SIGTERM or SIGKILL at random times, until a run ends; and again.
 
 `python killed_ahead.py FOLDER MODEL KILLS` prints, as JSON, the kills, the runs that ended, and whether the weights of
 each are bit for bit those of a run that was not killed. Processes are forked, so that libraries are imported once.
