@@ -19,11 +19,11 @@ import pytest
 import torch
 import trl
 from peft import LoraConfig, get_peft_model
-from transformers import AutoModelForCausalLM, TrainerCallback
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForSequenceClassification, TrainerCallback
 
 import trl_ext
 from lagged_sampling import Logs, OwnSampler, delayed_trainer, even_tokens, rows, short_text
-from tiny import Workshop, word_tokenizer
+from tiny import Workshop, chat_tokenizer, word_tokenizer
 
 TOLERANCE = 1e-5
 LORA = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
@@ -59,10 +59,12 @@ class Run:
         seconds: float = 0.0,
         sampler: Callable[[Any], Any] = OwnSampler,
         callbacks: Any = (),
+        model_name: str = "untied",
         **arguments: Any,
     ) -> None:
-        self.path = workshop.model("untied")
-        names = ("peft_config", "reward_funcs", "train_dataset", "eval_dataset")
+        self.path = workshop.model(model_name)
+        names = ("peft_config", "reward_funcs", "train_dataset", "eval_dataset", "processing_class")
+        names += ("reward_processing_classes",)
         parts = {name: arguments.pop(name) for name in names if name in arguments}
         count = arguments.pop("rows", 64)
         options = {
@@ -154,6 +156,78 @@ def test_lag_of_one_trains_as_stock_trl_does_on_older_samples(name: str, worksho
     assert threads_left() == []
 
 
+class MasksTokens(OwnSampler):
+    """Says that every third token of a completion is not the policy's."""
+
+    def __call__(self, prompts: list[str], trainer: Any) -> dict[str, Any]:
+        output = super().__call__(prompts, trainer)
+        return output | {"env_mask": [[int(i % 3 > 0) for i in range(len(x))] for x in output["completion_ids"]]}
+
+
+class Chats(OwnSampler):
+    """Samples for messages."""
+
+    def __call__(self, prompts: list[Any], trainer: Any) -> dict[str, Any]:
+        return super().__call__([messages[0]["content"] for messages in prompts], trainer)
+
+
+def reply_length(completions: list[Any], **_: Any) -> list[float]:
+    return [-0.1 * len(messages[0]["content"].split()) for messages in completions]
+
+
+def reward_model() -> LlamaForSequenceClassification:
+    torch.manual_seed(3)
+    config = LlamaConfig(
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        vocab_size=len(word_tokenizer()),
+        num_labels=1,
+        pad_token_id=0,
+    )
+    return LlamaForSequenceClassification(config)
+
+
+def messages() -> Any:
+    return rows().map(lambda row: {"prompt": [{"role": "user", "content": row["prompt"]}]})
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        pytest.param(lambda: {"sampler": MasksTokens}, id="masked tokens"),
+        pytest.param(
+            lambda: {
+                "sampler": Chats,
+                "train_dataset": messages(),
+                "reward_funcs": [even_tokens, reply_length],
+                "processing_class": chat_tokenizer(),
+                "model_name": "chat",
+            },
+            id="messages",
+        ),
+        pytest.param(
+            lambda: {
+                "reward_funcs": [even_tokens, reward_model(), short_text],
+                "reward_weights": [1.0, 0.5, 1.0],
+                "reward_processing_classes": [None, word_tokenizer(), None],
+            },
+            id="reward model",
+        ),
+    ],
+)
+def test_what_trl_supports_trains_as_stock_trl_does_on_older_samples(
+    parts: Callable[[], dict[str, Any]], workshop: Workshop, tmp_path: Path
+) -> None:
+    ours = Run(workshop, tmp_path / "a", **parts()).train()
+    stock = Run(workshop, tmp_path / "b", stock=True, **parts()).train()
+    for metric in ("loss", "reward", "completions/mean_length", "num_tokens"):
+        assert ours.logged(metric) == pytest.approx(stock.logged(metric), abs=TOLERANCE), metric
+    assert distance(ours, stock) < 1e-4
+    assert len(set(ours.logged("reward"))) > 1
+
+
 def test_without_a_delay_stock_trl_trains_otherwise(workshop: Workshop, tmp_path: Path) -> None:
     ours = Run(workshop, tmp_path / "a").train()
     stock = Run(workshop, tmp_path / "b", stock=True, lag=0).train()
@@ -185,6 +259,7 @@ class SamplesWith(OwnSampler):
         (lambda trainer: trainer.accelerator.gather(torch.ones(1)), "Accelerator.gather` was read"),
         (lambda trainer: trainer.accelerator.unwrap_model(None), "sync_weights"),
         (lambda trainer: setattr(trainer, "note", 1), "GRPOTrainer.note` was set"),
+        (lambda trainer: trainer.log({"note": 1.0}), "A reward function logs with its arguments `log_metric`"),
         (lambda trainer: torch.rand(1), "draws from torch's global generator"),
         (lambda trainer: random.random(), "draws from the module `random`"),
         (lambda trainer: np.random.rand(), "draws from NumPy's global generator"),
