@@ -309,9 +309,8 @@ class AddedGRPOFields(AddedGroupFields, AddedStepFields):
     (arXiv:2512.02556). With vLLM, `top_k` must be set. `False`: over the whole vocabulary, as in TRL."""
 
     generation_lag: int = field(default=0, metadata={"choices": [0, 1]})
-    """Generation batches by which the sampler's weights are older than TRL's. `1`: while a generation batch trains, a
-    thread samples and rewards the next one with the weights from before. The loss corrects for their age, as TRL does
-    with vLLM (`vllm_importance_sampling_correction`)."""
+    """Generation batches by which the sampler's weights are older than TRL's. `1`: while a generation batch trains, the
+    next one is sampled and rewarded, with the weights from before."""
 
     sample_ahead: bool | None = None
     """Sample and reward the next generation batch in a thread while one trains, where it gets the same weights. `None`:

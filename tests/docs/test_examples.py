@@ -26,6 +26,7 @@ SHORT = {
     "grpo_tools": ["--use_cpu", "--bf16", "false", "--problems", "8", "--num_generations", "4"],
     "grpo_verifiable": ["--num_generations", "4"],
     "grpo_rollout": ["--num_generations", "4"],
+    "grpo_ahead": ["--num_generations", "4"],
 }
 
 
@@ -76,6 +77,8 @@ def test_the_command_of_an_example_trains_an_adapter(name: str, workshop: Worksh
     if name == "several_adapters":
         assert '(the frozen adapter "sums")' in said
         assert {x.name for x in out.iterdir()} >= {"sums", "both"}
+    if name == "grpo_ahead":
+        assert "with the weights from before (`generation_lag=1`)" in " ".join(said.split())
     if name == "grpo_rollout":
         assert re.search(r"old policy +skip|old policy +reuse", said)
 
