@@ -4,9 +4,9 @@ Takes a minute on a CPU, with the demo's model and data:
 
     python examples/grpo_ahead.py --output_dir runs/ahead
 
-With `generation_lag=1`, `rollout_func` runs in a thread, so it gets a trainer without the model. It samples from a copy,
-here in another process. The trainer calls `rollout_func.sync_weights(trainer)` between optimizer steps, while the
-sampler is idle. The log-probs of the sampler let the loss correct for the age of its weights.
+With `generation_lag=1`, `rollout_func` runs in a thread, so it gets a trainer without the model. It samples from a
+copy, here in another process. The trainer calls `rollout_func.sync_weights(trainer)` between optimizer steps, while
+the sampler is idle. The log-probs of the sampler let the loss correct for the age of its weights.
 """
 
 from concurrent.futures import ProcessPoolExecutor
