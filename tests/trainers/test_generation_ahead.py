@@ -12,6 +12,7 @@ import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
+from signal import signal as set_handler
 from typing import Any
 
 import numpy as np
@@ -260,6 +261,12 @@ class SamplesWith(OwnSampler):
         (lambda trainer: trainer.accelerator.unwrap_model(None), "sync_weights"),
         (lambda trainer: setattr(trainer, "note", 1), "GRPOTrainer.note` was set"),
         (lambda trainer: trainer.log({"note": 1.0}), "A reward function logs with its arguments `log_metric`"),
+        (lambda trainer: trainer._generate_single_turn, "It may run the model"),
+        (lambda trainer: trainer.save_model(), "It may run the model"),
+        (lambda trainer: trainer.optimizer, "GRPOTrainer.optimizer` was read"),
+        (lambda trainer: trainer.callback_handler, "GRPOTrainer.callback_handler` was read"),
+        (lambda trainer: trainer.accelerator.backward, "Accelerator.backward` was read"),
+        (lambda trainer: signal.signal(signal.SIGALRM, signal.SIG_DFL), "sets a handler of a signal"),
         (lambda trainer: torch.rand(1), "draws from torch's global generator"),
         (lambda trainer: random.random(), "draws from the module `random`"),
         (lambda trainer: np.random.rand(), "draws from NumPy's global generator"),
@@ -273,6 +280,71 @@ def test_what_races_with_training_is_an_error_before_the_first_step(
         run.train()
     assert message in str(caught.value)
     assert run.trainer.state.global_step == 0
+
+
+def test_a_reward_function_that_hides_an_error_of_its_time_limit_is_found(workshop: Workshop, tmp_path: Path) -> None:
+    """Its rewards would all be 0 in a thread."""
+
+    def limited(completion_ids: list[list[int]], **_: Any) -> list[float]:
+        try:
+            before = set_handler(signal.SIGALRM, lambda *_: None)
+            set_handler(signal.SIGALRM, before)
+            return [float(sum(ids) % 5) for ids in completion_ids]
+        except ValueError:
+            return [0.0 for _ in completion_ids]
+
+    with pytest.raises(ValueError, match="sets a handler of a signal"):
+        Run(workshop, tmp_path / "a", reward_funcs=[limited]).train()
+    ahead = {"lag": 0, "sample_ahead": True, "gradient_accumulation_steps": 2, "steps_per_generation": 1}
+    run = Run(workshop, tmp_path / "b", reward_funcs=[limited], **ahead).train()
+    assert min(run.logged("reward")) > 0
+
+
+@pytest.mark.parametrize("name", ["_prepare_inputs", "training_step", "get_batch_samples"])
+def test_rows_that_a_subclass_changes_are_an_error(
+    name: str, workshop: Workshop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rewards would be those of the rows of the data set."""
+
+    def changed(rows: Any) -> Any:
+        if isinstance(rows, list) and isinstance(rows[0], dict):
+            return [{**row, "answer": row["answer"] + 100} for row in rows]
+        return [changed(x) for x in rows] if isinstance(rows, list) else rows
+
+    class Changes(trl_ext.GRPOTrainer):
+        if name == "_prepare_inputs":
+
+            def _prepare_inputs(self, generation_batch: Any) -> Any:
+                return super()._prepare_inputs(changed(generation_batch))
+
+        if name == "training_step":
+
+            def training_step(self, model: Any, inputs: Any, *positional: Any) -> Any:
+                return super().training_step(model, changed(inputs), *positional)
+
+        if name == "get_batch_samples":
+
+            def get_batch_samples(self, *positional: Any) -> Any:
+                batches, items = super().get_batch_samples(*positional)
+                return changed(batches), items
+
+    monkeypatch.setattr(trl_ext, "GRPOTrainer", Changes)
+    with pytest.raises(ValueError, match="batch 0 has other rows than TRL's data loader gives it"):
+        Run(workshop, tmp_path).train()
+
+
+def test_completions_may_be_arrays(workshop: Workshop, tmp_path: Path) -> None:
+    class ReturnsArrays(OwnSampler):
+        def __call__(self, prompts: list[str], trainer: Any) -> dict[str, Any]:
+            output = super().__call__(prompts, trainer)
+            return output | {"completion_ids": [np.array(ids) for ids in output["completion_ids"]]}
+
+    def last(completion_ids: list[Any], **_: Any) -> list[float]:
+        return [float(ids[-1] % 5) for ids in completion_ids]
+
+    arrays = Run(workshop, tmp_path / "a", sampler=ReturnsArrays, reward_funcs=[last]).train()
+    lists = Run(workshop, tmp_path / "b", reward_funcs=[last]).train()
+    assert torch.equal(arrays.weights, lists.weights)
 
 
 def test_a_sampler_without_log_probs_needs_the_correction_off(workshop: Workshop, tmp_path: Path) -> None:
@@ -344,7 +416,8 @@ def divide_by_zero(_: Any) -> Any:
 
 FAULTS = {
     "a reward function raises": ("reward", divide_by_zero, ZeroDivisionError, "a fault"),
-    "a reward is text": ("reward", lambda rewards: ["good", *rewards[1:]], ValueError, "could not convert string"),
+    "a reward is text": ("reward", lambda rewards: ["good", *rewards[1:]], TypeError, "`reward` returned"),
+    "a reward function returns nothing": ("reward", lambda _: None, TypeError, "`reward` returned None"),
     "a reward is missing": ("reward", lambda rewards: rewards[1:], TypeError, "`reward` returned"),
     "the sampler raises": ("sampler", divide_by_zero, ZeroDivisionError, "a fault"),
     "a completion is missing": (
@@ -587,6 +660,39 @@ def test_a_checkpoint_without_a_batch_removes_that_of_an_earlier_run(workshop: W
     assert list(tmp_path.glob("checkpoint-2/generation_ahead_*.json"))
     Run(workshop, tmp_path, lag=0, **options).train(str(tmp_path / "checkpoint-1"))
     assert not list(tmp_path.glob("checkpoint-2/generation_ahead_*.json"))
+
+
+def test_a_checkpoint_of_a_second_training_continues(workshop: Workshop, tmp_path: Path) -> None:
+    options = {"max_steps": 3, "save_strategy": "steps", "save_steps": 1}
+    run = Run(workshop, tmp_path, **options).train()
+    run.train()
+    resumed = Run(workshop, tmp_path / "b", **options).train(str(tmp_path / "checkpoint-2"))
+    assert torch.equal(resumed.weights, run.weights)
+
+
+def test_a_trainer_resumes_after_a_stop_within_a_generation_batch(workshop: Workshop, tmp_path: Path) -> None:
+    class Stops(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            control.should_training_stop |= not stopped and state.global_step == 3
+
+    stopped: list[bool] = []
+    options = {"steps_per_generation": 4, "save_strategy": "steps", "save_steps": 1, "max_steps": 6}
+    run = Run(workshop, tmp_path / "a", callbacks=[Stops()], **options).train()
+    assert run.trainer.state.global_step == 3
+    stopped.append(True)
+    run.train(str(tmp_path / "a" / "checkpoint-3"))
+    whole = Run(workshop, tmp_path / "b", **options).train()
+    assert torch.equal(run.weights, whole.weights)
+
+
+def test_a_schedule_that_begins_to_share_steps_samples_in_turn(workshop: Workshop, tmp_path: Path) -> None:
+    class Accumulates(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            args.gradient_accumulation_steps = 4
+
+    options = {"lag": 0, "sample_ahead": True, "gradient_accumulation_steps": 2, "steps_per_generation": 2}
+    run = Run(workshop, tmp_path, callbacks=[Accumulates()], max_steps=3, **options).train()
+    assert run.logged("generation_ahead/age_in_steps") == []
 
 
 def test_a_second_training_begins_with_the_first_prompts(workshop: Workshop, tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """`generation_lag=1` with a sampler in the training process: rewards run beside training, samples are a batch older."""
 
+import logging
 import threading
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,10 @@ from lagged_sampling import DelayedTurns, Logs, even_tokens, rows
 from tiny import Workshop, word_tokenizer
 
 STEPS = 5
+BATCHING = {
+    "use_transformers_continuous_batching": True,
+    "transformers_continuous_batching_config": {"use_cuda_graph": False, "num_blocks": 64, "max_batch_tokens": 256},
+}
 ROWS = 16
 KL = "sampling/mismatch_kl"
 
@@ -133,8 +138,7 @@ def test_rewards_run_beside_training_and_generate_does_not(workshop: Workshop, t
 
 
 def test_with_continuous_batching_the_loss_corrects_for_the_age(workshop: Workshop, tmp_path: Path) -> None:
-    options = {"use_transformers_continuous_batching": True, "vllm_importance_sampling_correction": True}
-    trainer = trainer_of(workshop, tmp_path, generation_lag=1, **options)
+    trainer = trainer_of(workshop, tmp_path, generation_lag=1, vllm_importance_sampling_correction=True, **BATCHING)
     trainer.train()
     assert logged(trainer, "generation_ahead/age_in_steps") == [0, 1, 1, 1, 1]
     first, *later = logged(trainer, KL)
@@ -149,11 +153,7 @@ def test_with_continuous_batching_the_loss_corrects_for_the_age(workshop: Worksh
         ({"vllm_importance_sampling_correction": True}, "`generate` returns no log-probs"),
         ({"generation_lag": 0, "sample_ahead": True}, "the sampler draws from the generators of training"),
         (
-            {
-                "use_transformers_continuous_batching": True,
-                "vllm_importance_sampling_correction": True,
-                "loss_type": "vespo",
-            },
+            {**BATCHING, "vllm_importance_sampling_correction": True, "loss_type": "vespo"},
             "does not correct for continuous batching",
         ),
     ],
@@ -164,6 +164,28 @@ def test_what_would_be_biased_or_differ_is_refused(
     with pytest.raises(ValueError, match="is not supported here") as caught:
         trainer_of(workshop, tmp_path, **{"generation_lag": 1, **options})
     assert message in str(caught.value)
+
+
+def test_a_batch_without_log_probs_is_sampled_again_for_a_run_that_corrects(
+    workshop: Workshop, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING, logger="trl_ext")
+    options = {"generation_lag": 1, "save_strategy": "steps", "save_steps": 1, **BATCHING}
+    trainer_of(workshop, tmp_path / "a", **options).train()
+    resumed = trainer_of(workshop, tmp_path / "b", vllm_importance_sampling_correction=True, **options)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "a" / "checkpoint-2"))
+    assert any("is sampled again: it has no log-probs" in x for x in caplog.messages)
+    assert len(logged(resumed, KL)) == STEPS - 2
+
+
+def test_after_a_run_with_a_lag_the_sampler_is_checked_again(workshop: Workshop, tmp_path: Path) -> None:
+    options = {"save_strategy": "steps", "save_steps": 1, "vllm_importance_sampling_correction": True, **BATCHING}
+    trainer_of(workshop, tmp_path / "a", generation_lag=1, **options).train()
+    resumed = trainer_of(workshop, tmp_path / "b", **options)
+    observed: list[float] = []
+    resumed._sampled_metrics._sampler_check.observe = lambda difference, step: observed.append(difference)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "a" / "checkpoint-2"))
+    assert len(observed) == 2 * (STEPS - 2)
 
 
 @pytest.mark.parametrize("step", [1, 3])

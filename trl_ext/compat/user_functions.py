@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import torch
 
 from .replaced import replaced
-from .sampled import checked_rollout
+from .sampled import checked_reward, checked_rollout
 
 _NOT_COLUMNS = ("prompt", "completion", "completion_ids")
 
@@ -159,14 +159,14 @@ class ServerRequest:
             return
         try:
             record.response = dict(self.generate(**self.keywords))
+            rows = len(self.prompt_ids)
+            completion_ids = record.response["completion_ids"]
+            of_ranks = [completion_ids[first : first + rows] for first in range(0, len(completion_ids), rows)]
+            record.turn = {"completion_ids": of_ranks[0]}
+            self.messages.send(of_ranks)
         except Exception as error:
-            self.messages.send_error(f"vLLM's server gave an error to the first process: {error}")
+            self.messages.send_error(f"The first process got no completions from vLLM's server: {error}")
             raise
-        rows = len(self.prompt_ids)
-        completion_ids = record.response["completion_ids"]
-        of_ranks = [completion_ids[first : first + rows] for first in range(0, len(completion_ids), rows)]
-        record.turn = {"completion_ids": of_ranks[0]}
-        self.messages.send(of_ranks)
 
 
 @dataclass(frozen=True)
@@ -197,7 +197,7 @@ class UserFunctions:
             rollout_func=trainer.rollout_func,
             turn=turn,
             trl_generate=inspect.unwrap(trainer._trl_trainer._generate),
-            reward_funcs=list(trainer.reward_funcs),
+            reward_funcs=[checked_reward(x, set()) for x in trainer.reward_funcs],
             view=view,
             tokenizer=tokenizer,
             inner_tokenizer=getattr(tokenizer, "tokenizer", tokenizer),
@@ -287,6 +287,11 @@ class UserFunctions:
             record.rewards[place] = _numbers(rewards)
 
 
+def _as_lists(ids: Any) -> list[list[int]]:
+    """Return token ids as lists: a `rollout_func` may return tensors."""
+    return [x.tolist() if hasattr(x, "tolist") else list(x) for x in ids]
+
+
 def _numbers(rewards: Any) -> list[float | None]:
     return [None if x is None else float(x) for x in rewards]
 
@@ -322,7 +327,7 @@ def _replayed_reward(record: Record, place: int, reward: Any) -> Any:
         log_metric: Callable[..., None],
         **_: Any,
     ) -> list[float | None]:
-        if completion_ids != record.completion_ids:
+        if _as_lists(completion_ids) != _as_lists(record.completion_ids):
             raise RuntimeError("Completions that were sampled ahead have changed between sampling and rewards.")
         for kind, name, value in record.logs[place]:
             log = log_extra if kind == "extra" else log_metric

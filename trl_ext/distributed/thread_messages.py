@@ -1,42 +1,44 @@
 """Messages from a thread of the first process to threads of the others. Collectives stay on the main thread."""
 
-import json
 import os
-import time
+import secrets
+from contextlib import suppress
+from multiprocessing.connection import Client, Connection, Listener
 from typing import Any
-
-from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, but defined in C++
 
 from .ranks import Ranks
 
-_POLL = 0.02  # seconds
-
 
 class ThreadMessages:
-    """A message to each rank at a time, in the same order on all. All ranks construct it together."""
+    """A connection from the first process to each other one. All ranks construct it together."""
 
     def __init__(self, ranks: Ranks) -> None:
-        self._ranks = ranks.world.num_processes
-        self._rank = ranks.world.process_index
-        self._number = 0  # of the next message
-        if self._ranks == 1:
+        world = ranks.world
+        self._to_ranks: list[Connection] = []
+        self._from_first: Connection | None = None
+        if world.num_processes == 1:
             return
-        # The default process group's store stays free for torch: a wait blocks the other calls of a store
-        host = os.environ.get("MASTER_ADDR", "127.0.0.1")
-        own = TCPStore(host, 0, is_master=True, wait_for_workers=False) if self._rank == 0 else None
-        port = ranks.of_main(lambda: own.port)  # type: ignore[union-attr]  # only the first process calls it
-        self._store = TCPStore(host, port, is_master=False, wait_for_workers=False) if own is None else own
+        key = secrets.token_bytes(32)
+        listener = Listener(("", 0), backlog=world.num_processes, authkey=key) if world.is_main_process else None
+        port, key = ranks.of_main(lambda: (listener.address[1], key))  # type: ignore[union-attr]  # only there
+        if listener is None:
+            host = os.environ.get("MASTER_ADDR", "127.0.0.1")
+            self._from_first = Client((host, port), authkey=key)
+            self._from_first.send(world.process_index)
+            return
+        connections = [listener.accept() for _ in range(world.num_processes - 1)]
+        self._to_ranks = [x for _, x in sorted(((x.recv(), x) for x in connections), key=lambda pair: pair[0])]
+        listener.close()
 
     def send(self, values: list[Any]) -> None:
-        """Send to each rank its JSON value of `values`. The first process has its own already."""
-        for rank in range(1, self._ranks):
-            self._store.set(self._key(rank), json.dumps({"value": values[rank]}))
-        self._number += 1
+        """Send to each rank its value. The first process has its own already."""
+        for connection, value in zip(self._to_ranks, values[1:], strict=True):
+            connection.send((value, None))
 
     def send_error(self, error: str) -> None:
-        for rank in range(1, self._ranks):
-            self._store.set(self._key(rank), json.dumps({"error": error}))
-        self._number += 1
+        for connection in self._to_ranks:
+            with suppress(OSError):  # of a rank that has ended
+                connection.send((None, error))
 
     def receive(self) -> Any:
         """Wait for this rank's message, and return its value.
@@ -44,15 +46,15 @@ class ThreadMessages:
         Raises:
             `RuntimeError`: the first process sends an error, or has ended.
         """
-        key = self._key(self._rank)
-        while not self._store.check([key]):
-            time.sleep(_POLL)
-        message = json.loads(self._store.get(key))
-        self._store.delete_key(key)
-        self._number += 1
-        if "error" in message:
-            raise RuntimeError(message["error"])
-        return message["value"]
+        assert self._from_first is not None
+        try:
+            value, error = self._from_first.recv()
+        except (EOFError, OSError) as gone:
+            raise RuntimeError("The first process has ended, which sends the completions of vLLM's server.") from gone
+        if error is not None:
+            raise RuntimeError(error)
+        return value
 
-    def _key(self, rank: int) -> str:
-        return f"{self._number}/{rank}"
+    def close(self) -> None:
+        for connection in filter(None, [*self._to_ranks, self._from_first]):
+            connection.close()

@@ -5,6 +5,7 @@ due, TRL's own generation runs on the main thread and gets the record. Collectiv
 stay on the main thread. So does a sampler in this process: then only rewards run beside training.
 """
 
+import _signal
 import copy
 import dataclasses
 import logging
@@ -23,6 +24,7 @@ import torch
 from ..checkpoints.generation import position_in_data
 from ..checkpoints.generation_ahead import read_ahead, write_ahead
 from ..compat import sampled as internals
+from ..compat.replaced import replaced
 from ..compat.user_functions import LocalTurn, Record, ServerRequest, Turn, UserFunctions, replayed
 from ..distributed.ranks import Ranks
 from ..distributed.thread_messages import ThreadMessages
@@ -67,9 +69,7 @@ class BackgroundCall:
         waited = 0.0
         while not self.wait(_NEWS):
             waited += _NEWS
-            logger.warning(
-                f"{self.name}: training has waited for {waited:.0f} s for `rollout_func` or reward functions."
-            )
+            logger.warning(f"{self.name}: training has waited for {waited:.0f} s for the sampler or reward functions.")
         if self._error is not None:
             raise self._error
         assert self._record is not None
@@ -190,15 +190,16 @@ class GenerationAhead:
             return "ranks that share a model or a row must sample together. Use data parallelism"
         return None
 
-    def begin(self) -> None:
-        """Called when training begins."""
-        self._in_turn_reason = None
-        self._sent_at_step = None
-        self._is_first = True
+    def begin(self, *, resumes: bool) -> None:
+        """Called when training begins, before a checkpoint is read. All ranks call it.
+
+        Args:
+            resumes (`bool`): whether a checkpoint follows.
+        """
         if not self.is_on:
             return
         self.check()  # the data set or the sampler may be another than before
-        if self.buffer.in_mid_cycle:
+        if self.buffer.in_mid_cycle and not resumes:
             self._give_up("the last `train()` ended within a generation batch. Build a new trainer")
         self._first_batch = self.buffer.number
         self._upcoming = internals.UpcomingRows(self.trainer, self.buffer)
@@ -210,9 +211,16 @@ class GenerationAhead:
         call = self._call
         self._call = None
         self._record = None
+        self._upcoming = None
+        self._in_turn_reason = None
+        self._is_first = True
         self._sent_at_step = None  # the best checkpoint's weights may be loaded now
         if call is not None and not call.wait(_PATIENCE):
             logger.warning(f"{call.name} still runs after {_PATIENCE:.0f} s. Its thread ends with the process.")
+            return
+        if self._messages is not None:
+            self._messages.close()
+            self._messages = None
 
     @contextmanager
     def batch(self, inputs: list[dict[str, Any]]) -> Iterator[None]:
@@ -221,7 +229,7 @@ class GenerationAhead:
         The batch after it starts in a thread.
         """
         record = None
-        if self.trainer.model.training and self.is_on:
+        if self.trainer.model.training and self.is_on and self._upcoming is not None:
             with self.trainer._phase_times.measured("generation"):
                 record = self._due(inputs)
         if record is None:
@@ -229,6 +237,8 @@ class GenerationAhead:
                 self._call.wait()  # a sampler gets one request at a time
             if self.trainer.rollout_func is not None and (self.lag or self.trainer._added.sample_ahead):
                 self._send_weights()
+            if self.trainer.model.training:
+                self.buffer.sampler_is_older = False
             yield
             return
         self._replayed = record
@@ -249,6 +259,13 @@ class GenerationAhead:
             return self._replayed.turn["completion_ids"], self._replayed.turn["logprobs"]
         return self.fewer_rows.run_turn(single_turn, *positional, **keywords)
 
+    def _given_up(self, reason: str | None) -> bool:
+        """Give up if any rank has a reason. All ranks call it, because sampling has collectives."""
+        reason = next(filter(None, self.ranks.gather_objects(reason)), None)
+        if reason is not None:
+            self._give_up(reason)
+        return reason is not None
+
     def _give_up(self, reason: str) -> None:
         """Sample in turn for the rest of this training run. With a lag, raise `ValueError`."""
         if self.lag:
@@ -260,8 +277,10 @@ class GenerationAhead:
         """Return the record of the batch of `inputs`, and start the next one. `None`: TRL samples in turn."""
         assert self._upcoming is not None
         number = self.buffer.number - self._first_batch
-        if [row.get("prompt") for row in inputs] != self._upcoming.prompts_of(number):
-            self._give_up(f"the data loader has other prompts in batch {number} than TRL's sampler. Leave them to TRL")
+        other_rows = None
+        if not _are_same(inputs, self._upcoming.of_batch(number)):
+            other_rows = f"batch {number} has other rows than TRL's data loader gives it. Change rows before training"
+        if self._given_up(other_rows):
             return None
         record = self._finished(number)
         shares = self.lag or self._shares_step(number, number + 1)
@@ -295,15 +314,36 @@ class GenerationAhead:
         self._record = None
         self._call = None
         # All ranks have a record or none: `resume` agrees on it
-        if record is not None and record.batch == number:
-            return record
+        if record is None or record.batch != number:
+            record = self._sampled_now(number)
+        self._check_log_probs(record)
+        return record
+
+    def _sampled_now(self, number: int) -> Record:
+        """Sample batch `number` on the main thread. In the first one, see whether the functions can run in another."""
         self._send_weights()
         work = self._work(number)
+        if not self._is_first:
+            return work()
         before = _global_states()
-        record = work()
-        if self._is_first:  # nothing has run beside the functions yet, so their draws show
-            self._check_draws(before)
-            self._check_log_probs(record)
+        with _signal_handlers_noted() as handlers:
+            record = work()
+        # Nothing has run beside the functions yet, so their draws show
+        after = _global_states()
+        names = [name for name, state in before.items() if state != after[name]]
+        reason = None
+        if names:
+            reason = (
+                f"`rollout_func` or a reward function draws from {' and '.join(names)}, which training draws from at "
+                "the same time. Use a generator for these functions alone, such as `torch.Generator()` or "
+                "`random.Random(seed)`"
+            )
+        elif handlers:
+            reason = (
+                "`rollout_func` or a reward function sets a handler of a signal, for example as a time limit, which "
+                "only works in the main thread. Let it compute in a process"
+            )
+        self._given_up(reason)
         self._is_first = False
         return record
 
@@ -353,35 +393,28 @@ class GenerationAhead:
             trainer._last_loaded_step = step  # TRL sends them otherwise, while a request runs
         self._sent_at_step = step
 
-    def _check_draws(self, before: dict[str, Any]) -> None:
-        """Give up if a generator that training uses is no longer in its state of `before`."""
-        after = _global_states()
-        names = [name for name, state in before.items() if state != after[name]]
-        if names:
-            self._give_up(
-                f"`rollout_func` or a reward function draws from {' and '.join(names)}, which training draws from at "
-                "the same time. Use a generator for these functions alone, such as `torch.Generator()` or "
-                "`random.Random(seed)`"
-            )
-
     @property
     def _corrects(self) -> bool:
         return bool(self.trainer.vllm_importance_sampling_correction)
 
-    def _check_log_probs(self, record: Record) -> None:
+    def _lacks_log_probs(self, record: Record) -> bool:
+        """Whether the loss needs log-probs that the record lacks."""
         if not self.lag or not self._corrects:
+            return False
+        if self.trainer.rollout_func is not None:
+            return record.rollout.get("logprobs") is None
+        return self.samples_in_process and record.turn["logprobs"] is None
+
+    def _check_log_probs(self, record: Record) -> None:
+        if not self._lacks_log_probs(record):
             return
-        remedy = None
-        if self.trainer.rollout_func is not None and record.rollout.get("logprobs") is None:
-            remedy = "`rollout_func` returned no `logprobs`", "Return the log-prob of each sampled token"
-        elif self.samples_in_process and record.turn["logprobs"] is None:
-            remedy = "the sampler returned no log-probs", "Leave `generate_fewer_rows` on"
-        if remedy is not None:
-            found, advice = remedy
-            raise ValueError(
-                f"`generation_lag=1`: {found}, so the loss cannot correct for the age of the weights. {advice}, or "
-                "accept the bias with `vllm_importance_sampling_correction=False`."
-            )
+        found, advice = "the sampler returned no log-probs", "Leave `generate_fewer_rows` on"
+        if self.trainer.rollout_func is not None:
+            found, advice = "`rollout_func` returned no `logprobs`", "Return the log-prob of each sampled token"
+        raise ValueError(
+            f"`generation_lag=1`: {found}, so the loss cannot correct for the age of the weights. {advice}, or accept "
+            "the bias with `vllm_importance_sampling_correction=False`."
+        )
 
     # Checkpoints
 
@@ -406,7 +439,6 @@ class GenerationAhead:
         Args:
             same_schedule (`bool`): whether arguments and ranks are those of the checkpoint.
         """
-        self._first_batch = 0  # a resumed run counts from its beginning
         args = self.trainer.args
         values, lost = read_ahead(folder, args.process_index)
         record = None if values is None else Record(**values)
@@ -416,12 +448,15 @@ class GenerationAhead:
             self._give_up("with `ignore_data_skip`, the epoch starts again. Leave it off")
             return
         assert self._upcoming is not None
+        self._first_batch = self._first_batch_of_run()
         if record is not None and not same_schedule:
             lost = "the schedule has changed"
         elif record is not None and record.prompts != self._upcoming.prompts_of(record.batch):
             lost = "other prompts come next"
         elif record is not None and not self.lag and record.sampled_at_step != self.trainer.state.global_step:
             lost = "without a lag, its weights are too old"
+        elif record is not None and self._lacks_log_probs(record):
+            lost = "it has no log-probs for the loss to correct with"
         if lost is not None:
             logger.warning(f"The generation batch that was sampled ahead is sampled again: {lost}.")
             record = None
@@ -429,6 +464,43 @@ class GenerationAhead:
         # Sending weights is a collective, so all ranks use their records or none does
         if int(self.ranks.world.reduce(has_record, "sum")) == self.ranks.world.num_processes:
             self._record = record
+
+    def _first_batch_of_run(self) -> int:
+        """Return the number of the resumed run's first generation batch. An earlier `train()` may have counted too."""
+        _, micro_batches = position_in_data(
+            self.trainer.state.global_step,
+            self.trainer.args.gradient_accumulation_steps,
+            self.buffer.micro_batches_of_an_epoch,
+        )
+        return (self.buffer.trained - micro_batches) // self.buffer.micro_batches_of_a_generation
+
+
+def _are_same(value: Any, other: Any) -> bool:
+    """Whether rows of data are equal, also with tensors, arrays or images in them."""
+    if isinstance(value, dict):
+        is_alike = isinstance(other, dict) and value.keys() == other.keys()
+        return is_alike and all(_are_same(x, other[name]) for name, x in value.items())
+    if isinstance(value, list | tuple):
+        is_alike = type(value) is type(other) and len(value) == len(other)
+        return is_alike and all(map(_are_same, value, other))
+    if isinstance(value, torch.Tensor | np.ndarray):
+        return type(value) is type(other) and repr(value.tolist()) == repr(other.tolist())
+    return bool(value == other) or (value != value and other != other)  # NaN
+
+
+@contextmanager
+def _signal_handlers_noted() -> Iterator[list[Any]]:
+    """Yield a list of the signals whose handler is set in the `with` block."""
+    signals: list[Any] = []
+    set_handler = _signal.signal
+
+    def noted(signal_number: Any, handler: Any) -> Any:
+        signals.append(signal_number)
+        return set_handler(signal_number, handler)
+
+    # `signal.signal` calls it, also where user code has imported that function by its name
+    with replaced(_signal, signal=noted):
+        yield signals
 
 
 def _global_states() -> dict[str, Any]:

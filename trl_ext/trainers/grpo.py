@@ -167,7 +167,6 @@ class GRPOTrainer(ExactTrainer, trl.GRPOTrainer):
     # Training: the run
 
     def _before_training(self) -> None:
-        self._grpo_generation.ahead.begin()
         if not self._replaces("sampler"):
             check_enough_prompts(self.train_dataset, self.args.generation_batch_size, self.args.num_generations)
         # An earlier `train` may have ended before it scored its completions; the weights that sampled them are gone
@@ -180,8 +179,9 @@ class GRPOTrainer(ExactTrainer, trl.GRPOTrainer):
         self._grpo_generation.ahead.end()
 
     def _resumed(self, state: Any) -> None:
-        folder = self._checkpoints.resumes_from
-        if folder is not None and not self._checkpoints.is_finished:
+        folder = None if self._checkpoints.is_finished else self._checkpoints.resumes_from
+        self._grpo_generation.ahead.begin(resumes=folder is not None)
+        if folder is not None:
             self._grpo_generation.resume(folder)
 
     def get_high_entropy_mask(self, entropies: Tensor, mask: Tensor, *positional: Any, **keywords: Any) -> Tensor:

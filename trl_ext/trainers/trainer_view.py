@@ -1,28 +1,32 @@
-"""What functions that run beside training see of the trainer: what does not race with it. All else is an error."""
+"""What functions that run beside training see of the trainer: its values. Its models and methods are errors."""
 
 import copy
+import inspect
 from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
 
 _WEIGHTS = (
     "Training changes its weights meanwhile. Sample from a copy, and copy the weights in "
     "`rollout_func.sync_weights(trainer)`, which trl_ext calls between optimizer steps."
 )
-_LOGS = "Training logs meanwhile. A reward function logs with its arguments `log_metric` and `log_extra`."
 _COLLECTIVE = "Ranks would run collectives in different orders. Each rank must sample and reward its own rows alone."
+_LOGS = "Training logs meanwhile. A reward function logs with its arguments `log_metric` and `log_extra`."
+_METHOD = "It may run the model, collectives or logs while training does."
 
+# In addition to what is a model, an optimizer or a method of a library
 _REFUSED = {
-    **dict.fromkeys(
-        ("model", "model_wrapped", "ref_model", "optimizer", "lr_scheduler", "deepspeed", "save_model", "evaluate"),
-        _WEIGHTS,
-    ),
-    **dict.fromkeys(("log", "log_metrics", "save_metrics", "_metrics", "_logs"), _LOGS),
+    **dict.fromkeys(("deepspeed", "callback_handler", "lr_scheduler", "vllm_generation"), _WEIGHTS),
+    **dict.fromkeys(("log", "_metrics", "_logs"), _LOGS),
 }
 _REFUSED_OF_ACCELERATOR = {
     **dict.fromkeys(
         ("gather", "gather_for_metrics", "reduce", "pad_across_processes", "wait_for_everyone"), _COLLECTIVE
     ),
-    **dict.fromkeys(("unwrap_model", "get_state_dict"), _WEIGHTS),
+    **dict.fromkeys(("unwrap_model", "get_state_dict", "_models", "_optimizers"), _WEIGHTS),
 }
+_LIBRARIES = ("transformers", "trl", "trl_ext", "accelerate")
 
 
 class _View:
@@ -42,11 +46,15 @@ class _View:
     def __getattr__(self, name: str) -> Any:
         viewed = vars(self)["viewed"]
         reason = vars(self)["refused"].get(name)
+        value = None
+        if reason is None:
+            value = getattr(viewed, name)
+            reason = _refusal(viewed, value)
         if reason is not None:
             raise RuntimeError(
                 f"`{type(viewed).__name__}.{name}` was read by a function that runs beside training. {reason}"
             )
-        return getattr(viewed, name)
+        return value
 
     def __setattr__(self, name: str, value: Any) -> None:
         kind = type(vars(self)["viewed"]).__name__
@@ -54,6 +62,16 @@ class _View:
             f"`{kind}.{name}` was set by a function that runs beside training, which reads it. Keep the value in the "
             "function."
         )
+
+
+def _refusal(viewed: Any, value: Any) -> str | None:
+    """Return why a function must not use a `value` of `viewed`; `None` if it may."""
+    if isinstance(value, nn.Module | Optimizer):
+        return _WEIGHTS
+    if not inspect.ismethod(value) or value.__self__ is not viewed:
+        return None
+    library, _, _ = value.__func__.__module__.partition(".")
+    return _METHOD if library in _LIBRARIES else None
 
 
 def view_of(trainer: Any, tokenizer: Any) -> Any:
