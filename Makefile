@@ -212,7 +212,7 @@ bench-packing: $(VENV)
 bench-generation: $(VENV)
 	$(PYTHON) benchmarks/generation.py
 
-# GRPO steps whose sampler or reward waits, in turn and one batch ahead; 4 minutes
+# GRPO steps whose sampler or reward waits, in turn and one batch ahead; 6 minutes
 bench-ahead: $(VENV)
 	$(PYTHON) benchmarks/generation_ahead.py
 

@@ -1,6 +1,6 @@
 """Measure whole GRPO steps whose sampler or reward waits for another machine, in turn and one batch ahead.
 
-    python benchmarks/generation_ahead.py           # a small model on the CPU, about 4 minutes
+    python benchmarks/generation_ahead.py           # a small model on the CPU, about 6 minutes
     python benchmarks/generation_ahead.py --smoke   # short waits: a check that it runs; its times mean nothing
 
 The sampler is a `rollout_func` that waits, as for a server, and returns fixed completions. Training waits as long. In
@@ -208,6 +208,7 @@ def main() -> None:
     shape = replace(SHAPE, steps=3, rounds=1) if chosen.smoke else SHAPE
     pairs = measured(0.05 if chosen.smoke else 1.0)
     take({name: partial(compared, name, cases, shape) for name, cases in pairs.items()}, chosen)
+    POOL.shutdown()
 
 
 if __name__ == "__main__":

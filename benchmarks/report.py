@@ -175,7 +175,7 @@ def _step(run: Run) -> list[str]:
     before, after = run.lines.values()
     counted = before["peak_mib"] is not None
     peaks = [number(line["peak_mib"], ".0f") for line in (before, after)] if counted else ["-"]
-    tokens = after["tokens"] / before["tokens"] if "tokens" in before else None
+    tokens = after["tokens"] / before["tokens"] if before.get("tokens") else None
     times = [number(line["median_ms"]) for line in (before, after)]
     ratio = number(before["median_ms"] / after["median_ms"], ".2f")
     return [f"`{run.benchmark}`", *times, ratio, number(tokens, ".2f"), " → ".join(peaks)]

@@ -130,6 +130,21 @@ def test_the_performance_page_has_the_task_that_the_model_learns() -> None:
     assert [claim for claim in claims_of_task if claim not in page] == []
 
 
+def test_the_performance_page_has_the_gain_of_sampling_ahead() -> None:
+    page = prose("docs/performance.md")
+    rows = {
+        "`generation_lag=1`": "lag",
+        "no lag, 2 generation batches in a step": "within_2",
+        "no lag, 4 generation batches in a step": "within_4",
+    }
+    for title, name in rows.items():
+        gains = [CPU[f"grpo_ahead_{x}_{name}"].over("in turn", "ahead") for x in ("sampler", "reward")]
+        assert f"| {title} | {gains[0]:.2f} | {gains[1]:.2f} |" in page
+    computed = CPU["grpo_ahead_python_reward_lag"]
+    in_thread, in_process = (computed.over("in turn", subject) for subject in ("ahead", "pool"))
+    assert f"the ratio is {in_thread:.2f} in a thread and {in_process:.2f} in another process." in page
+
+
 def test_the_performance_page_says_what_packing_costs_where_it_saves_nothing() -> None:
     costs = [run.over("packed", "padded") for name, run in H200.items() if name.startswith("packing_nothing_to_share")]
     assert len(costs) == 4
