@@ -10,12 +10,12 @@ the sampler is idle. The log-probs of the sampler let the loss correct for the a
 """
 
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, field
 from multiprocessing import get_context
 from typing import Any
 
 import torch
 from datasets import load_dataset
+from grpo_rollout import Task, sample
 from grpo_verifiable import right, says_so
 from peft import LoraConfig, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -25,19 +25,6 @@ from trl_ext import GRPOConfig, GRPOTrainer
 
 LORA = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear")
 LOADED: dict[str, Any] = {}  # model and tokenizer of the process that samples
-
-
-@dataclass
-class Task:
-    """The model and the data.
-
-    Args:
-        model (`str`, *optional*): a Hub name or a folder.
-        data (`str`, *optional*): a dataset with the columns `prompt` and `answer`.
-    """
-
-    model: str = field(default="examples/demo/model", metadata={"help": "Hub name or folder."})
-    data: str = field(default="examples/demo/data/grpo", metadata={"help": "With columns `prompt` and `answer`."})
 
 
 def load(path: str, seed: int) -> None:
@@ -50,32 +37,8 @@ def update(adapter: dict[str, Any]) -> None:
     set_peft_model_state_dict(LOADED["model"], {name: torch.from_numpy(x) for name, x in adapter.items()})
 
 
-@torch.no_grad()
-def sample(prompts: list[str], temperature: float, max_new_tokens: int) -> dict[str, list[Any]]:
-    """Sample one completion for each prompt, and return the log-probs of its tokens."""
-    tokenizer, model = LOADED["tokenizer"], LOADED["model"]
-    batch = tokenizer(prompts, return_tensors="pt", padding=True, padding_side="left")
-    sampled = model.generate(
-        **batch,
-        do_sample=True,
-        temperature=temperature,
-        top_k=0,
-        max_new_tokens=max_new_tokens,
-        pad_token_id=tokenizer.pad_token_id,
-        output_logits=True,
-        return_dict_in_generate=True,
-    )
-    prompt_ids, mask = batch["input_ids"], batch["attention_mask"].bool()
-    ids = sampled.sequences[:, prompt_ids.shape[1] :]
-    logits = torch.stack(sampled.logits, dim=1).float() / temperature
-    log_probs = logits.log_softmax(-1).gather(-1, ids[..., None])[..., 0]
-    ends = (ids == tokenizer.eos_token_id).int()
-    lengths = torch.where(ends.any(1), ends.argmax(1) + 1, ids.shape[1]).tolist()
-    return {
-        "prompt_ids": [row[is_token].tolist() for row, is_token in zip(prompt_ids, mask, strict=True)],
-        "completion_ids": [row[:n].tolist() for row, n in zip(ids, lengths, strict=True)],
-        "logprobs": [row[:n].tolist() for row, n in zip(log_probs, lengths, strict=True)],
-    }
+def sample_here(*arguments: Any) -> dict[str, list[Any]]:
+    return sample(LOADED["model"], LOADED["tokenizer"], *arguments)
 
 
 class Sampler:
@@ -89,7 +52,7 @@ class Sampler:
         self.process.submit(update, {name: x.cpu().numpy() for name, x in adapter.items()}).result()
 
     def __call__(self, prompts: list[str], trainer: GRPOTrainer) -> dict[str, list[Any]]:
-        return self.process.submit(sample, prompts, trainer.temperature, trainer.max_completion_length).result()
+        return self.process.submit(sample_here, prompts, trainer.temperature, trainer.max_completion_length).result()
 
 
 def main(task: Task, config: GRPOConfig) -> None:

@@ -36,23 +36,24 @@ class Task:
 
 
 @torch.no_grad()
-def rollout(prompts: list[str], trainer: GRPOTrainer) -> dict[str, list[Any]]:
+def sample(
+    model: Any, tokenizer: Any, prompts: list[str], temperature: float, max_new_tokens: int
+) -> dict[str, list[Any]]:
     """Sample one completion for each prompt, and return the sampler's log-probs of its tokens."""
-    tokenizer, model = trainer.processing_class, trainer.accelerator.unwrap_model(trainer.model)
     batch = tokenizer(prompts, return_tensors="pt", padding=True, padding_side="left").to(model.device)
     sampled = model.generate(
         **batch,
         do_sample=True,
-        temperature=trainer.temperature,
+        temperature=temperature,
         top_k=0,
-        max_new_tokens=trainer.max_completion_length,
+        max_new_tokens=max_new_tokens,
         pad_token_id=tokenizer.pad_token_id,
         output_logits=True,
         return_dict_in_generate=True,
     )
     prompt_ids, mask = batch["input_ids"], batch["attention_mask"].bool()
     ids = sampled.sequences[:, prompt_ids.shape[1] :]
-    logits = torch.stack(sampled.logits, dim=1).float() / trainer.temperature
+    logits = torch.stack(sampled.logits, dim=1).float() / temperature
     log_probs = logits.log_softmax(-1).gather(-1, ids[..., None])[..., 0]
     ends = (ids == tokenizer.eos_token_id).int()
     lengths = torch.where(ends.any(1), ends.argmax(1) + 1, ids.shape[1]).tolist()
@@ -61,6 +62,11 @@ def rollout(prompts: list[str], trainer: GRPOTrainer) -> dict[str, list[Any]]:
         "completion_ids": [row[:n].tolist() for row, n in zip(ids, lengths, strict=True)],
         "logprobs": [row[:n].tolist() for row, n in zip(log_probs, lengths, strict=True)],
     }
+
+
+def rollout(prompts: list[str], trainer: GRPOTrainer) -> dict[str, list[Any]]:
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    return sample(model, trainer.processing_class, prompts, trainer.temperature, trainer.max_completion_length)
 
 
 def main(task: Task, config: GRPOConfig) -> None:

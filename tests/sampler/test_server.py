@@ -89,6 +89,7 @@ def server(workshop: Workshop, tmp_path_factory: pytest.TempPathFactory) -> Iter
                 env={**os.environ, **SETTINGS, "TORCHINDUCTOR_CACHE_DIR": compiled},
                 stdout=output,
                 stderr=subprocess.STDOUT,
+                start_new_session=True,  # the server and its workers are one group
             )
         processes.append(process)
         PROCESSES[name] = process.pid
@@ -365,8 +366,8 @@ def test_a_server_that_hangs_is_named_and_training_goes_on_once_it_answers(serve
     trainer = of_url(url, tmp_path / "b", generation_lag=1)
 
     def hang() -> None:
-        os.kill(PROCESSES["to be killed"], signal.SIGSTOP)
-        threading.Timer(2.0, os.kill, (PROCESSES["to be killed"], signal.SIGCONT)).start()
+        os.killpg(PROCESSES["to be killed"], signal.SIGSTOP)
+        threading.Timer(2.0, os.killpg, (PROCESSES["to be killed"], signal.SIGCONT)).start()
 
     trainer.add_callback(AtStep(hang))
     trainer.train()
@@ -376,7 +377,7 @@ def test_a_server_that_hangs_is_named_and_training_goes_on_once_it_answers(serve
 
 def test_a_server_that_dies_ends_the_step_that_needs_it(server, tmp_path):
     trainer = of_url(server("to be killed"), tmp_path, generation_lag=1)
-    trainer.add_callback(AtStep(lambda: os.kill(PROCESSES["to be killed"], signal.SIGKILL)))
+    trainer.add_callback(AtStep(lambda: os.killpg(PROCESSES["to be killed"], signal.SIGKILL)))
     with pytest.raises(OSError, match="Connection refused"):  # after the retries of TRL's client
         trainer.train()
     assert trainer.state.global_step == 2

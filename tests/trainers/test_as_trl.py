@@ -141,6 +141,7 @@ FEATURES = {
     "sft_label_smoothing": 0.1,
     "trust_sampling_log_probs": True,
     "keep_sampling_mask": True,
+    "generation_lag": 1,
     "dynamic_sampling": True,
     "vllm_engine_args": {"dtype": "float32"},
 }
@@ -156,6 +157,7 @@ WITHOUT_EFFECT = {
         "keep_groups_together",
         "force_on_policy_ratio",
         "sampler_check",
+        "sample_ahead",
     ),
     *("sft_label_smoothing_convention", "dynamic_sampling_max_draws"),  # of a feature
 }

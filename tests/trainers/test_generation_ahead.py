@@ -1,5 +1,6 @@
 """`generation_lag=1`: training with samples of older weights, as stock TRL trains on the same samples."""
 
+import asyncio
 import json
 import logging
 import os
@@ -280,6 +281,100 @@ def test_what_races_with_training_is_an_error_before_the_first_step(
         run.train()
     assert message in str(caught.value)
     assert run.trainer.state.global_step == 0
+
+
+def test_functions_may_use_asyncio_and_methods_of_the_users_class(
+    workshop: Workshop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Own(trl_ext.GRPOTrainer):
+        def peek(self) -> int:
+            return self.state.global_step + self.args.seed + int(self.is_world_process_zero())
+
+        def weight(self) -> float:
+            return float(self.model.get_input_embeddings().weight.sum())
+
+    async def rewards(completion_ids: list[list[int]]) -> list[float]:
+        return [float(sum(ids) % 5) for ids in completion_ids]
+
+    def awaited(completion_ids: list[list[int]], **_: Any) -> list[float]:
+        return asyncio.run(rewards(completion_ids))
+
+    monkeypatch.setattr(trl_ext, "GRPOTrainer", Own)
+    peeks: list[int] = []
+    sampler = lambda model: SamplesWith(model, lambda trainer: peeks.append(trainer.peek()))  # noqa: E731
+    Run(workshop, tmp_path / "a", sampler=sampler, reward_funcs=[awaited]).train()
+    assert peeks == [step + 8 for step in (0, 0, 1, 2, 3)]
+    sampler = lambda model: SamplesWith(model, lambda trainer: trainer.weight())  # noqa: E731
+    with pytest.raises(RuntimeError, match="model` was read by a function that runs beside training"):
+        Run(workshop, tmp_path / "b", sampler=sampler).train()
+
+
+@pytest.mark.parametrize("kind", ["numpy", "pandas", "torch", "arrow"])
+def test_a_format_of_the_data_set_trains(kind: str, workshop: Workshop, tmp_path: Path) -> None:
+    data = rows().map(lambda row, i: {"score": i / 7}, with_indices=True)
+
+    def score(completion_ids: list[list[int]], score: Any, **_: Any) -> list[float]:
+        return [float(len(ids)) + float(x) for ids, x in zip(completion_ids, score, strict=True)]
+
+    parts = {"train_dataset": data.with_format(kind), "reward_funcs": [score]}
+    try:
+        lag_0 = Run(workshop, tmp_path / "a", lag=0, **parts).train()
+    except Exception:  # of TRL, which does not train on such rows
+        pytest.skip(f"TRL does not train on rows of the format {kind!r}")
+    run = Run(workshop, tmp_path / "b", **parts).train()
+    assert run.logged("reward")[0] == pytest.approx(lag_0.logged("reward")[0])
+    assert len(run.logged("loss")) == 5
+
+
+def test_a_nan_is_named_once(workshop: Workshop, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def sometimes(completion_ids: list[list[int]], **_: Any) -> list[float]:
+        return [float("nan"), *(float(sum(ids) % 5) for ids in completion_ids[1:])]
+
+    caplog.set_level(logging.WARNING, logger="trl_ext")
+    Run(workshop, tmp_path, reward_funcs=[sometimes]).train()
+    assert sum("returned nan" in x for x in caplog.messages) == 1
+
+
+def test_after_a_checkpoint_draws_of_a_function_are_found(workshop: Workshop, tmp_path: Path) -> None:
+    Run(workshop, tmp_path / "a", save_strategy="steps", save_steps=2).train()
+    sampler = lambda model: SamplesWith(model, lambda trainer: random.random())  # noqa: E731
+    run = Run(workshop, tmp_path / "b", sampler=sampler)
+    with pytest.raises(ValueError, match="draws from the module `random`"):
+        run.train(str(tmp_path / "a" / "checkpoint-2"))
+
+
+def test_an_evaluation_waits_for_the_call_of_a_training_that_failed(
+    workshop: Workshop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Fails(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            raise OSError("a fault of a callback")
+
+    running = 0
+    most = 0
+
+    class Slow(OwnSampler):
+        def __call__(self, prompts: list[str], trainer: Any) -> dict[str, Any]:
+            nonlocal running, most
+            running += 1
+            most = max(most, running)
+            time.sleep(1.0 if threading.current_thread().name.startswith("generation batch") else 0.0)
+            running -= 1
+            return super().__call__(prompts, trainer)
+
+    monkeypatch.setattr("trl_ext.trainers.generation_ahead._PATIENCE", 0.1)
+    options = {"eval_dataset": rows(4), "per_device_eval_batch_size": 4}
+    run = Run(workshop, tmp_path, sampler=Slow, callbacks=[Fails()], **options)
+    with pytest.raises(OSError, match="a fault of a callback"):
+        run.train()
+    run.trainer.evaluate()
+    assert most == 1
+    assert threads_left() == []
+
+
+def test_sampling_ahead_without_effect_is_a_warning(workshop: Workshop, tmp_path: Path) -> None:
+    run = Run(workshop, tmp_path, lag=0, sample_ahead=True)
+    assert any("`sample_ahead=True` has no effect" in x for x in run.trainer.explain().warnings)
 
 
 def test_a_reward_function_that_hides_an_error_of_its_time_limit_is_found(workshop: Workshop, tmp_path: Path) -> None:

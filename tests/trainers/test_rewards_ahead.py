@@ -11,7 +11,7 @@ import trl
 from transformers import AutoModelForCausalLM
 
 import trl_ext
-from lagged_sampling import DelayedTurns, Logs, even_tokens, rows
+from lagged_sampling import DelayedTurns, Logs, OwnSampler, even_tokens, rows
 from tiny import Workshop, word_tokenizer
 
 STEPS = 5
@@ -32,7 +32,8 @@ def even(completion_ids: list[list[int]], **given: Any) -> list[float]:
 
 
 def trainer_of(workshop: Workshop, folder: Path, kind: Any = trl_ext.GRPOTrainer, **options: Any) -> Any:
-    parts = {name: options.pop(name) for name in ("reward_funcs", "model", "callbacks") if name in options}
+    names = ("reward_funcs", "model", "callbacks", "rollout_func")
+    parts = {name: options.pop(name) for name in names if name in options}
     arguments = {
         "output_dir": str(folder),
         "per_device_train_batch_size": 4,
@@ -151,7 +152,7 @@ def test_with_continuous_batching_the_loss_corrects_for_the_age(workshop: Worksh
     ("options", "message"),
     [
         ({"vllm_importance_sampling_correction": True}, "`generate` returns no log-probs"),
-        ({"generation_lag": 0, "sample_ahead": True}, "the sampler draws from the generators of training"),
+        ({"generation_lag": 0, "sample_ahead": True}, "the sampler draws random numbers between those of training"),
         (
             {**BATCHING, "vllm_importance_sampling_correction": True, "loss_type": "vespo"},
             "does not correct for continuous batching",
@@ -176,6 +177,28 @@ def test_a_batch_without_log_probs_is_sampled_again_for_a_run_that_corrects(
     resumed.train(resume_from_checkpoint=str(tmp_path / "a" / "checkpoint-2"))
     assert any("is sampled again: it has no log-probs" in x for x in caplog.messages)
     assert len(logged(resumed, KL)) == STEPS - 2
+
+
+@pytest.mark.parametrize("sampler", ["process", "rollout_func"])
+def test_a_batch_of_another_sampler_is_sampled_again(
+    sampler: str, workshop: Workshop, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING, logger="trl_ext")
+    options = {"generation_lag": 1, "save_strategy": "steps", "save_steps": 1}
+
+    def of_rollout(name: str) -> Any:
+        model = AutoModelForCausalLM.from_pretrained(workshop.model("untied"))
+        return trainer_of(workshop, tmp_path / name, rollout_func=OwnSampler(model), **options)
+
+    def of_process(name: str) -> Any:
+        return trainer_of(workshop, tmp_path / name, **options)
+
+    before, after = (of_rollout, of_process) if sampler == "process" else (of_process, of_rollout)
+    before("a").train()
+    resumed = after("b")
+    resumed.train(resume_from_checkpoint=str(tmp_path / "a" / "checkpoint-2"))
+    assert any("is sampled again: " in x and " sampled it, and now " in x for x in caplog.messages)
+    assert logged(resumed, "generation_ahead/age_in_steps") == [0, 1, 0, 1, 1]
 
 
 def test_after_a_run_with_a_lag_the_sampler_is_checked_again(workshop: Workshop, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import torch
 import trl
-from accelerate.utils import broadcast_object_list
+from accelerate.utils import broadcast_object_list, send_to_device
 from datasets import Dataset
 from torch import nn
 from transformers import LogitsProcessorList
@@ -296,7 +296,7 @@ class Generation:
         self.continuing_turns = continuing_turns
         self.members = members
         self.rewards: Any = None
-        self._gave_nan: set[str] = set()
+        self.gave_nan: set[str] = set()
 
     def draw(self, inputs: Any, *, runs_passes: bool = False, **members: Any) -> dict[str, Any]:
         """Generate and reward.
@@ -349,7 +349,7 @@ class Generation:
             return nullcontext()
         if self.trainer._features.why_off("checks of rewards"):
             return nullcontext()
-        rewards = [checked_reward(reward, self._gave_nan) for reward in self.trainer.reward_funcs]
+        rewards = [checked_reward(reward, self.gave_nan) for reward in self.trainer.reward_funcs]
         return replaced(self.trainer, reward_funcs=rewards)
 
 
@@ -555,11 +555,16 @@ class UpcomingRows:
         self._places: list[int] = []
 
     def of_batch(self, number: int) -> list[dict[str, Any]]:
-        """Return the rows of generation batch `number`, as copies."""
+        """Return the rows of generation batch `number`, as copies, and as the data loader reads them."""
         first = number * self.batch_size + self.first_row
         missing = first + self.rank_size - len(self._places)
         self._places += itertools.islice(self._order, max(0, missing))
-        return [copy.deepcopy(dict(self.rows[i])) for i in self._places[first : first + self.rank_size]]
+        places = self._places[first : first + self.rank_size]
+        # A format of the data set may give other types for a row alone
+        read = getattr(self.rows, "__getitems__", None)
+        rows = [self.rows[i] for i in places] if read is None else read(places)
+        of_device: list[dict[str, Any]] = send_to_device([dict(row) for row in rows], self.trainer.accelerator.device)
+        return copy.deepcopy(of_device)
 
     def prompts_of(self, number: int) -> list[Any]:
         return [row.get("prompt") for row in self.of_batch(number)]

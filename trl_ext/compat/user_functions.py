@@ -31,6 +31,7 @@ class Record:
     Args:
         batch (`int`): the number of the generation batch since training began.
         sampled_at_step (`int`): the optimizer step whose weights sampled.
+        sampler (`str`): where the completions come from, for users.
         prompts (`list`): those that were sampled for.
         rollout (`dict`): what `rollout_func` returned.
         response (`dict`): what vLLM's server returned to the first process, for the prompts of all.
@@ -42,6 +43,7 @@ class Record:
 
     batch: int
     sampled_at_step: int
+    sampler: str
     prompts: list[Any]
     rollout: dict[str, Any] = field(default_factory=dict)
     response: dict[str, Any] = field(default_factory=dict)
@@ -192,12 +194,17 @@ class UserFunctions:
     event_loop: Any
 
     @classmethod
-    def of(cls, trainer: Any, view: Any, tokenizer: Any, turn: Turn | None) -> "UserFunctions":
+    def of(cls, trainer: Any, view: Any, tokenizer: Any, turn: Turn | None, gave_nan: set[str]) -> "UserFunctions":
+        """Return the functions of `trainer`.
+
+        Args:
+            gave_nan (`set[str]`): the names of reward functions that a warning on NaN has named.
+        """
         return cls(
             rollout_func=trainer.rollout_func,
             turn=turn,
             trl_generate=inspect.unwrap(trainer._trl_trainer._generate),
-            reward_funcs=[checked_reward(x, set()) for x in trainer.reward_funcs],
+            reward_funcs=[checked_reward(x, gave_nan) for x in trainer.reward_funcs],
             view=view,
             tokenizer=tokenizer,
             inner_tokenizer=getattr(tokenizer, "tokenizer", tokenizer),

@@ -41,6 +41,7 @@ class GRPOFacts(SampledFacts):
     per_device_train_batch_size: int
     optim: str
     generation_lag: int
+    sample_ahead: bool | None
     samples_ahead: bool  # the next generation batch is sampled and rewarded while one trains
     samples_in_process: bool  # so that only rewards run while a batch trains
     dynamic_sampling: bool
@@ -114,6 +115,11 @@ def plan_grpo(facts: GRPOFacts) -> GRPOPlan:
     warnings = []
     if facts.keep_sampling_mask and facts.truncated_sampling and unknown is not None:
         warnings.append(f"`keep_sampling_mask=True` has no effect, because {unknown}.")
+    if facts.sample_ahead and not facts.samples_ahead:
+        warnings.append(
+            "`sample_ahead=True` has no effect, because no two generation batches share an optimizer step: "
+            "`steps_per_generation` times `num_iterations` is not below `gradient_accumulation_steps`."
+        )
     if facts.sampler_ratio is not None and facts.truncated_sampling and not keeps_mask:
         advice = "Set `keep_sampling_mask=True`, sample" if unknown is None else "Sample"
         warnings.append(

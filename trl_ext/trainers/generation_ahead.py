@@ -64,12 +64,16 @@ class BackgroundCall:
         """Wait until the call has ended, for at most `seconds`. Returns whether it has."""
         return self._has_ended.wait(seconds)
 
-    def result(self) -> Record:
-        """Return what the call returned, or raise what it raised. Says once a minute that it waits."""
+    def wait_until_ended(self) -> None:
+        """Wait until the call has ended. Says once a minute that it waits."""
         waited = 0.0
         while not self.wait(_NEWS):
             waited += _NEWS
             logger.warning(f"{self.name}: training has waited for {waited:.0f} s for the sampler or reward functions.")
+
+    def result(self) -> Record:
+        """Return what the call returned, or raise what it raised. Waits until it has ended."""
+        self.wait_until_ended()
         if self._error is not None:
             raise self._error
         assert self._record is not None
@@ -96,8 +100,10 @@ class GenerationAhead:
         self.metrics = metrics
         self.buffer = buffer
         self.fewer_rows = fewer_rows
+        self.gave_nan: set[str] = set()  # names of reward functions that a warning on NaN has named
         self._call: BackgroundCall | None = None
-        self._record: Record | None = None  # of a checkpoint
+        self._dropped_call: BackgroundCall | None = None  # of an earlier training run
+        self._record: Record | None = None  # of a checkpoint, or sampled on the main thread
         self._in_turn_reason: str | None = None  # why this training run does not sample ahead; without a lag
         self._first_batch = 0  # the number of this training run's first generation batch since the trainer was built
         self._upcoming: internals.UpcomingRows | None = None
@@ -127,6 +133,12 @@ class GenerationAhead:
     @property
     def _has_server(self) -> bool:
         return bool(self.trainer.use_vllm and self.trainer.vllm_mode == "server")
+
+    @property
+    def _sampler(self) -> str:
+        if self.trainer.rollout_func is not None:
+            return "`rollout_func`"
+        return "vLLM's server" if self._has_server else "this process"
 
     @property
     def _is_asked(self) -> bool:
@@ -159,7 +171,10 @@ class GenerationAhead:
         if moved_reason is not None:
             return f"{moved_reason}. Use a tested version of TRL"
         if self.samples_in_process and not self.lag:
-            return "the sampler draws from the generators of training. Use vLLM's server or a `rollout_func`"
+            return (
+                "the sampler draws random numbers between those of training. Use vLLM's server, a `rollout_func` or "
+                "`generation_lag=1`"
+            )
         if self.lag and self._corrects and self.fewer_rows.facts().sampler == GENERATE:
             return (
                 "`generate` returns no log-probs, so the loss cannot correct for the age of the weights. Use vLLM or "
@@ -204,7 +219,8 @@ class GenerationAhead:
         self._first_batch = self.buffer.number
         self._upcoming = internals.UpcomingRows(self.trainer, self.buffer)
         self._tokenizer = copy.deepcopy(self.trainer.processing_class)
-        self._messages = ThreadMessages(self.ranks)
+        self._messages = ThreadMessages(self.ranks) if self._has_server else None
+        self._wait_for_calls()
 
     def end(self) -> None:
         """Called when training ends, also by an error. A batch that is not trained on is dropped."""
@@ -216,11 +232,21 @@ class GenerationAhead:
         self._is_first = True
         self._sent_at_step = None  # the best checkpoint's weights may be loaded now
         if call is not None and not call.wait(_PATIENCE):
-            logger.warning(f"{call.name} still runs after {_PATIENCE:.0f} s. Its thread ends with the process.")
+            logger.warning(
+                f"{call.name} still runs after {_PATIENCE:.0f} s. Its thread ends with the process. Another training "
+                "or evaluation waits for it."
+            )
+            self._dropped_call = call
             return
         if self._messages is not None:
             self._messages.close()
             self._messages = None
+
+    def _wait_for_calls(self) -> None:
+        """Wait for calls in threads. A sampler gets one request at a time."""
+        for call in filter(None, (self._dropped_call, self._call)):
+            call.wait_until_ended()
+        self._dropped_call = None
 
     @contextmanager
     def batch(self, inputs: list[dict[str, Any]]) -> Iterator[None]:
@@ -233,8 +259,7 @@ class GenerationAhead:
             with self.trainer._phase_times.measured("generation"):
                 record = self._due(inputs)
         if record is None:
-            if self._call is not None:
-                self._call.wait()  # a sampler gets one request at a time
+            self._wait_for_calls()
             if self.trainer.rollout_func is not None and (self.lag or self.trainer._added.sample_ahead):
                 self._send_weights()
             if self.trainer.model.training:
@@ -285,8 +310,11 @@ class GenerationAhead:
         record = self._finished(number)
         shares = self.lag or self._shares_step(number, number + 1)
         if number < self._last_batch() and shares and self._in_turn_reason is None:
-            self._send_weights()
-            self._call = BackgroundCall(self._work(number + 1), f"generation batch {number + 1}")
+            if self._is_first:  # after a checkpoint; the functions have not run in this process yet
+                self._record = self._sampled_now(number + 1)
+            else:
+                self._send_weights()
+                self._call = BackgroundCall(self._work(number + 1), f"generation batch {number + 1}")
         return record
 
     def _shares_step(self, *numbers: int) -> bool:
@@ -354,9 +382,11 @@ class GenerationAhead:
         device = trainer.accelerator.device
         inputs = self._upcoming.of_batch(number)
         prompts = self._upcoming.prompts_of(number)
-        record = Record(batch=number, sampled_at_step=trainer.state.global_step, prompts=prompts)
+        step = trainer.state.global_step
+        record = Record(batch=number, sampled_at_step=step, sampler=self._sampler, prompts=prompts)
         turn = self._turn(prompts)
-        functions = UserFunctions.of(trainer, view_of(trainer, self._tokenizer), self._tokenizer, turn)
+        view = view_of(trainer, self._tokenizer)
+        functions = UserFunctions.of(trainer, view, self._tokenizer, turn, self.gave_nan)
         if self.lag and turn is not None:
             # Otherwise, the completions themselves show whether the sampler has the policy's weights
             self.metrics.check_sent_weights(partial(turn.sample, _CANARY))
@@ -451,6 +481,8 @@ class GenerationAhead:
         self._first_batch = self._first_batch_of_run()
         if record is not None and not same_schedule:
             lost = "the schedule has changed"
+        elif record is not None and record.sampler != self._sampler:
+            lost = f"{record.sampler} sampled it, and now {self._sampler} samples"
         elif record is not None and record.prompts != self._upcoming.prompts_of(record.batch):
             lost = "other prompts come next"
         elif record is not None and not self.lag and record.sampled_at_step != self.trainer.state.global_step:
@@ -485,7 +517,10 @@ def _are_same(value: Any, other: Any) -> bool:
         return is_alike and all(map(_are_same, value, other))
     if isinstance(value, torch.Tensor | np.ndarray):
         return type(value) is type(other) and repr(value.tolist()) == repr(other.tolist())
-    return bool(value == other) or (value != value and other != other)  # NaN
+    try:
+        return bool(value == other) or bool(value != value and other != other)  # NaN
+    except (TypeError, ValueError):  # of other types that a format of the data set gives
+        return repr(value) == repr(other)
 
 
 @contextmanager
@@ -495,8 +530,10 @@ def _signal_handlers_noted() -> Iterator[list[Any]]:
     set_handler = _signal.signal
 
     def noted(signal_number: Any, handler: Any) -> Any:
-        signals.append(signal_number)
-        return set_handler(signal_number, handler)
+        before = set_handler(signal_number, handler)
+        if signal_number != _signal.SIGINT:  # that of `asyncio.run`, which sets it in the main thread only
+            signals.append(signal_number)
+        return before
 
     # `signal.signal` calls it, also where user code has imported that function by its name
     with replaced(_signal, signal=noted):

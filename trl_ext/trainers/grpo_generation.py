@@ -47,6 +47,7 @@ class GRPOGeneration:
         self.fewer_rows = FewerRows(trainer, ranks)
         self.ahead = GenerationAhead(trainer, ranks, passes.metrics, buffer, self.fewer_rows)
         self._trl = internals.without_passes(trainer, self.ahead.run_turn, self.fewer_rows.continuing_turns)
+        self.ahead.gave_nan = self._trl.gave_nan
         self._checkpoints = GenerationCheckpoints(trainer, ranks, buffer)
         self._further: FurtherPrompts | None = None
         self._fills_buffer = False

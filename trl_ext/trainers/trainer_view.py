@@ -1,7 +1,7 @@
 """What functions that run beside training see of the trainer: its values. Its models and methods are errors."""
 
 import copy
-import inspect
+from types import MethodType
 from typing import Any
 
 from torch import nn
@@ -26,6 +26,7 @@ _REFUSED_OF_ACCELERATOR = {
     ),
     **dict.fromkeys(("unwrap_model", "get_state_dict", "_models", "_optimizers"), _WEIGHTS),
 }
+_ALLOWED = ("is_world_process_zero", "is_local_process_zero", "print")
 _LIBRARIES = ("transformers", "trl", "trl_ext", "accelerate")
 
 
@@ -49,11 +50,13 @@ class _View:
         value = None
         if reason is None:
             value = getattr(viewed, name)
-            reason = _refusal(viewed, value)
+            reason = None if name in _ALLOWED else _refusal(viewed, value)
         if reason is not None:
             raise RuntimeError(
                 f"`{type(viewed).__name__}.{name}` was read by a function that runs beside training. {reason}"
             )
+        if isinstance(value, MethodType) and value.__self__ is viewed and name not in _ALLOWED:
+            return MethodType(value.__func__, self)  # a user's own method reads the view in turn
         return value
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -68,7 +71,7 @@ def _refusal(viewed: Any, value: Any) -> str | None:
     """Return why a function must not use a `value` of `viewed`; `None` if it may."""
     if isinstance(value, nn.Module | Optimizer):
         return _WEIGHTS
-    if not inspect.ismethod(value) or value.__self__ is not viewed:
+    if not isinstance(value, MethodType) or value.__self__ is not viewed:
         return None
     library, _, _ = value.__func__.__module__.partition(".")
     return _METHOD if library in _LIBRARIES else None
