@@ -20,7 +20,6 @@ import torch
 import trl
 from datasets import Dataset
 from peft import LoraConfig
-from transformers import TrainerCallback
 from trl.generation.vllm_client import VLLMClient
 
 import trl_ext
@@ -340,15 +339,17 @@ def test_on_two_ranks_rewards_run_beside_training_and_training_equals_stock_trl(
         assert ours[name] == pytest.approx(values, rel=1e-4, abs=1e-5), name
 
 
-class AtStep(TrainerCallback):
-    """Calls a function at the end of step 2."""
+def before_a_request_beside_training(trainer: Any, number: int, call: Callable[[], None]) -> None:
+    """Call a function in the thread that samples generation batch `number`, before it sends its request."""
+    client = trainer.vllm_generation.vllm_client
+    generate = client.generate
 
-    def __init__(self, call: Callable[[], None]) -> None:
-        self.call = call
+    def call_and_generate(**request: Any) -> Any:
+        if threading.current_thread().name == f"generation batch {number}":
+            call()
+        return generate(**request)
 
-    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if state.global_step == 2:
-            self.call()
+    client.generate = call_and_generate
 
 
 def threads_left() -> list[str]:
@@ -369,7 +370,7 @@ def test_a_server_that_hangs_is_named_and_training_goes_on_once_it_answers(serve
         os.killpg(PROCESSES["to be killed"], signal.SIGSTOP)
         threading.Timer(2.0, os.killpg, (PROCESSES["to be killed"], signal.SIGCONT)).start()
 
-    trainer.add_callback(AtStep(hang))
+    before_a_request_beside_training(trainer, 3, hang)
     trainer.train()
     assert any("training has waited for 1 s" in x for x in caplog.messages)
     assert column(trainer, "loss") == pytest.approx(column(usual, "loss"), rel=1e-4, abs=1e-5)
@@ -377,8 +378,9 @@ def test_a_server_that_hangs_is_named_and_training_goes_on_once_it_answers(serve
 
 def test_a_server_that_dies_ends_the_step_that_needs_it(server, tmp_path):
     trainer = of_url(server("to be killed"), tmp_path, generation_lag=1)
-    trainer.add_callback(AtStep(lambda: os.killpg(PROCESSES["to be killed"], signal.SIGKILL)))
-    with pytest.raises(OSError, match="Connection refused"):  # after the retries of TRL's client
+    kill = partial(os.killpg, PROCESSES["to be killed"], signal.SIGKILL)
+    before_a_request_beside_training(trainer, 3, kill)
+    with pytest.raises(OSError, match="Connection"):  # after the retries of TRL's client
         trainer.train()
-    assert trainer.state.global_step == 2
+    assert trainer.state.global_step == 3
     assert threads_left() == []

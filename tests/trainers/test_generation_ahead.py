@@ -569,8 +569,13 @@ def test_an_interrupt_ends_training_while_the_sampler_hangs(
     monkeypatch.setattr("trl_ext.trainers.generation_ahead._PATIENCE", 0.1)
     caplog.set_level(logging.WARNING, logger="trl_ext")
     run = Run(workshop, tmp_path, sampler=lambda model: SamplesWith(model, hang))
-    with pytest.raises(KeyboardInterrupt):
-        run.train()
+    # A shell starts a job in the background with interrupts ignored
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            run.train()
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert any("still runs after" in x for x in caplog.messages)
     released.set()
     time.sleep(0.5)
