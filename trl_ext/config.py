@@ -46,6 +46,7 @@ _FEATURES = {
     "sft_label_smoothing",
     "trust_sampling_log_probs",
     "keep_sampling_mask",
+    "replay_routes",
     "generation_lag",
     "dynamic_sampling",
     "vllm_engine_args",
@@ -255,6 +256,10 @@ class AddedGroupFields(AddedReferenceFields):
     """Put the completions of a prompt into one micro-batch, within one optimizer step. `None`: if this changes no
     gradient. `True`: an error if this would change a gradient or save nothing. A subclass's overrides must then work on
     any rows and, with `max_tokens_per_micro_batch`, on no rows. `False`: TRL's order."""
+
+    replay_routes: str | None = field(default=None, metadata={"choices": ["sampler", "old_policy"]})
+    """In a mixture of experts, train on experts that routers have chosen before. `"sampler"`: those that sampled a
+    completion. `"old_policy"` (GRPO): in later iterations, those of the first. `None`: each pass chooses, as in TRL."""
 
     def __post_init__(self) -> None:
         check_declared(self, AddedGroupFields)

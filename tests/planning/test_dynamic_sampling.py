@@ -1,11 +1,16 @@
 """Dynamic sampling: no dead group reaches training, and the step is the one that TRL takes on the prompts kept."""
 
+import shutil
+
 import pytest
 import torch
 import trl
 from datasets import Dataset
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+import pretended_gpu
 import trl_ext
 from rewards import half_dead_reward
 from tiny import Workshop, prompts, scripted_rollout
@@ -154,6 +159,63 @@ def test_groups_of_another_width_are_padded_as_trl_pads():
     assert merged["tool_mask"].tolist() == [[0, 1], [1, 0], [1, 1], [0, 1]]
     assert merged["advantages"].tolist() == [2.0, -2.0, 1.0, -1.0]
     assert still_dead.tolist() == [False, False]
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    st.tuples(*[st.integers(1, 4)] * 4),
+    st.tuples(*[st.integers(1, 3)] * 2),
+    st.sampled_from([(torch.uint8, 255), (torch.int16, -1)]),
+    st.integers(0, 2**31),
+)
+def test_routes_stay_with_their_tokens(widths, trailing, kind, seed):
+    dtype, fill = kind
+    generator = torch.Generator().manual_seed(seed)
+
+    def drawn(prompt_width, width):
+        batch = {}
+        for side, tokens in (("prompt", prompt_width), ("completion", width)):
+            batch[f"{side}_ids"] = torch.randint(1, 100, (4, tokens), generator=generator)
+            unknown = torch.randint(0, 3, (4, tokens), generator=generator) == 0
+            routes = batch[f"{side}_ids"][..., None, None].expand(-1, -1, *trailing).to(dtype)
+            batch[f"{side}_routes"] = routes.masked_fill(unknown[..., None, None], fill)
+        return batch
+
+    batch, draw = drawn(*widths[:2]), drawn(*widths[2:])
+    merged, _ = with_live_groups(
+        *(batch, torch.tensor([False, True]), draw, torch.tensor([False, True]), 2),
+        {"prompt_ids": 0, "completion_ids": 0, "prompt_routes": fill, "completion_routes": fill},
+    )
+    for side in ("prompt", "completion"):
+        ids, routes = merged[f"{side}_ids"], merged[f"{side}_routes"]
+        assert routes.dtype == dtype
+        assert routes.shape == (*ids.shape, *trailing)
+        assert ids[ids > 0].tolist() == [
+            *batch[f"{side}_ids"][:2].flatten().tolist(),
+            *draw[f"{side}_ids"][:2].flatten().tolist(),
+        ]
+        given_routes = [x[f"{side}_routes"][:2].flatten(0, 1) for x in (batch, draw)]
+        assert torch.equal(routes[ids > 0], torch.cat(given_routes))
+        assert (routes[ids == 0] == fill).all()
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="the pretended GPU needs g++")
+@pytest.mark.skipif(torch.version.cuda is not None, reason="the pretended GPU needs a build of torch for the CPU")
+def test_groups_on_a_device_are_replaced_with_their_routes_on_the_host():
+    script = """
+import pretended_gpu, torch
+pretended_gpu.start()
+from trl_ext.planning.dynamic_sampling import with_live_groups
+with pretended_gpu.DeviceMode():
+    routes = torch.tensor([[1, 2], [3, 4]], dtype=torch.uint8)[..., None, None]
+    batch = {"completion_ids": torch.tensor([[1, 2], [3, 4]]).cuda(), "completion_routes": routes}
+    draw = {"completion_ids": torch.tensor([[5], [6]]).cuda(), "completion_routes": routes[:, :1] + 10}
+    dead, dead_in_draw = torch.tensor([False, True]).cuda(), torch.tensor([True, False]).cuda()
+    merged, _ = with_live_groups(batch, dead, draw, dead_in_draw, 1, {"completion_routes": 255})
+    assert [x.device.type for x in merged.values()] == ["cuda", "cpu"]
+    print([x.flatten().tolist() for x in merged.values()])
+"""
+    assert pretended_gpu.python("-c", script) == "[[1, 2, 6, 0], [1, 2, 13, 255]]"
 
 
 @pytest.mark.parametrize("streaming", [False, True])

@@ -1,6 +1,7 @@
 """The order of rows over ranks: each row once, in its optimizer step, and no rank or slice has more than before."""
 
 import random
+import shutil
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers import LlamaConfig, Qwen3MoeConfig
 
+import pretended_gpu
 from trl_ext.distributed.exchange import Column, Rows
 from trl_ext.planning.cost import CostModel
 from trl_ext.planning.micro_batches import (
@@ -139,6 +141,7 @@ def test_costs_grow_with_the_square_of_the_length_and_with_the_vocabulary() -> N
 @st.composite
 def values_of_ranks(draw: st.DrawFn) -> tuple[list[dict[str, Tensor]], list[int]]:
     ranks, rows = draw(st.integers(1, 4)), draw(st.integers(1, 5))
+    routers, experts = draw(st.integers(1, 3)), draw(st.integers(1, 2))
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
     batches = []
     for _ in range(ranks):
@@ -158,7 +161,15 @@ def values_of_ranks(draw: st.DrawFn) -> tuple[list[dict[str, Tensor]], list[int]
                 "sampling_per_token_logps": integers(rows, width).float() * -0.37,
             }
         )
-        batches[-1]["sampling_per_token_logps"][0, 0] = torch.nan  # vLLM could not score it
+        batch = batches[-1]
+        batch["sampling_per_token_logps"][0, 0] = torch.nan  # vLLM could not score it
+        batch["completion_mask"][integers(rows, high=3) == 0] = 0  # truncated completions
+        for name, dtype in ROUTES.items():
+            unknown = integers(*batch[COLUMNS[name].like[0]].shape, high=2).bool()  # also at the ends of rows
+            for row in range(rows):
+                unknown[row] |= ~is_token(batch, name, row)
+            routes = integers(*unknown.shape, routers, experts, high=torch.iinfo(dtype).max).to(dtype)
+            batch[name] = routes.masked_fill(unknown[..., None, None], COLUMNS[name].fill)
     order = draw(st.permutations(range(ranks * rows)))
     return batches, order
 
@@ -168,7 +179,10 @@ COLUMNS = {
     **{name: Column(3, width="completion") for name in ("completion_ids",)},
     **{name: Column(0, width="completion") for name in ("completion_mask", "sampling_per_token_logps")},
     "kept_ids": Column(-1),
+    "completion_routes": Column(-1, width="completion", like=("completion_ids", "completion_mask")),
+    "prompt_routes": Column(255, pads_left=True, width="prompt", multiple=2, like=("prompt_ids", "prompt_mask")),
 }
+ROUTES = {"completion_routes": torch.int16, "prompt_routes": torch.uint8}
 
 
 class GroupRanks:
@@ -195,15 +209,26 @@ def exchanged(group: Any, batches: list[dict[str, Tensor]], order: list[int]) ->
     return rows[group.rank()].exchanged(torch.tensor(order), lengths, ranks), ranks.bytes
 
 
-def without_padding(name: str, row: Tensor) -> list[float]:
+def without_padding(batch: dict[str, Tensor], name: str, row: int) -> list[str]:
+    """Return the values of a row; from its end, if it is padded on the left."""
     column = COLUMNS.get(name)
-    values = row.tolist() if row.ndim else [row.item()]
     if column is None:
-        return values
+        return [str(batch[name][row].item())]
+    values = batch[name][row].tolist()
     values = values[::-1] if column.pads_left else values
-    while values and values[-1] == column.fill:
+    if column.like:
+        values = values[: max(len(without_padding(batch, other, row)) for other in column.like)]
+    while not column.like and values and values[-1] == column.fill:
         values.pop()
     return [str(x) for x in values]  # NaN equals itself
+
+
+def is_token(batch: dict[str, Tensor], name: str, row: int) -> Tensor:
+    """Return which places of a row `(W,)` the routes `name` are of."""
+    column = COLUMNS[name]
+    length = max(len(without_padding(batch, other, row)) for other in column.like)
+    places = torch.arange(batch[column.like[0]].size(1))
+    return (places.flip(0) if column.pads_left else places) < length
 
 
 @settings(max_examples=25, deadline=None)
@@ -216,7 +241,8 @@ def test_any_rows_arrive_whole(ranks: WorkerRanks, drawn: tuple[list[dict[str, T
     sent = 0
     for row in leave:
         for name, x in batches[row // rows].items():
-            sent += len(without_padding(name, x[row % rows])) * (1 if name.endswith("_mask") else 4)
+            value_bytes = 1 if name.endswith("_mask") else x[0, 0].nbytes if name in ROUTES else 4
+            sent += len(without_padding(batches[row // rows], name, row % rows)) * value_bytes
     assert sum(count for _, count in results) == sent
     for rank, (got, _) in enumerate(results):
         assert got.keys() == batches[0].keys()
@@ -226,4 +252,61 @@ def test_any_rows_arrive_whole(ranks: WorkerRanks, drawn: tuple[list[dict[str, T
             theirs = batches[row // rows]
             for name, x in theirs.items():
                 assert got[name].dtype == x.dtype
-                assert without_padding(name, got[name][place]) == without_padding(name, x[row % rows]), name
+                assert without_padding(got, name, place) == without_padding(theirs, name, row % rows), name
+    for name in ROUTES:
+        given_known, known = (
+            sum(int((x[name] != COLUMNS[name].fill).sum()) for x in each) for each in (batches, [x for x, _ in results])
+        )
+        assert known == given_known  # none beyond the tokens
+        for got, _ in results:
+            assert got[name].shape == (*got[COLUMNS[name].like[0]].shape, *batches[0][name].shape[2:])
+
+
+def test_a_last_token_that_equals_the_padding_keeps_its_route(ranks: WorkerRanks) -> None:
+    """Where the padding token ends texts, ids end before it; where a truncated completion is masked, its mask is 0."""
+    ids, mask = torch.tensor([[5, 3, 3], [6, 7, 8]]), torch.tensor([[1, 1, 0], [0, 0, 0]])
+    routes = torch.tensor([[1, 2, -1], [4, 5, 6]], dtype=torch.int16)[..., None, None]
+    batch = {"completion_ids": ids, "completion_mask": mask, "completion_routes": routes}
+    results = ranks.run(exchanged, 2, [batch, batch], [0, 2, 1, 3])
+    for (got, _), row in zip(results, (0, 1), strict=True):
+        width = (2, 3)[row]
+        for name, x in batch.items():
+            assert torch.equal(got[name], x[[row, row], :width]), name
+
+
+def test_routes_of_other_routers_are_other_entries() -> None:
+    signatures = {
+        Rows({"completion_routes": torch.zeros(2, 3, *shape, dtype=dtype)}, COLUMNS).signature
+        for shape in ((2, 4), (4, 2), (2, 8))
+        for dtype in (torch.uint8, torch.int16)
+    }
+    assert len(signatures) == 6
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="the pretended GPU needs g++")
+@pytest.mark.skipif(torch.version.cuda is not None, reason="the pretended GPU needs a build of torch for the CPU")
+def test_entries_on_the_host_move_beside_those_on_a_device() -> None:
+    script = """
+import peft, pretended_gpu, torch  # peft first, because bitsandbytes would load what torch lacks
+pretended_gpu.start()
+from types import SimpleNamespace
+from trl_ext.distributed.exchange import Column, Rows
+names = ("completion_ids", "completion_mask")
+columns = {name: Column(width="completion") for name in names}
+columns["completion_routes"] = Column(-1, width="completion", like=names)
+with pretended_gpu.DeviceMode():
+    batch = {"advantages": torch.tensor([1.0, 2.0]).cuda()}
+    batch["completion_ids"] = torch.tensor([[5, 6, 0], [7, 8, 0]]).cuda()
+    batch["completion_mask"] = torch.tensor([[1, 1, 1], [1, 1, 0]]).cuda()
+    batch["completion_routes"] = torch.tensor([[1, 2, 3], [4, -1, -1]], dtype=torch.int16)[..., None, None]
+    rows = Rows(batch, columns)
+    one_rank = SimpleNamespace(num_processes=1, process_index=0)
+    ranks = SimpleNamespace(accelerator=one_rank, exchange=lambda sent_bytes, sizes: sent_bytes)
+    for order in ([0, 1], [1, 0]):
+        got = rows.exchanged(torch.tensor(order), rows.lengths_BE.cpu(), ranks)
+        for name, x in batch.items():
+            assert got[name].device == x.device, name
+            assert torch.equal(got[name].cpu(), x.cpu()[order]), name
+    print(rows.lengths_BE.tolist())
+"""
+    assert pretended_gpu.python("-c", script) == "[[1, 2, 3, 3], [1, 2, 2, 2]]"

@@ -90,6 +90,10 @@ INTERNALS = {
         "_attn_implementation _attn_implementation_internal _experts_implementation _name_or_path"
     ),
     "transformers.cache_utils:Cache": "reorder_cache",
+    "transformers.generation.continuous_batching.input_outputs:ContinuousBatchingIOs": "prepare_batch_tensors",
+    "transformers.generation.continuous_batching.requests:RequestState": (
+        "fork generated_tokens initial_tokens position_offset request_id"
+    ),
     "transformers.generation.utils:GenerationMixin": "_get_logits_processor _get_stopping_criteria _prefill",
     "transformers.integrations.tensor_parallel": "ReplicatedWithGradAllReduce",
     "transformers.modeling_layers:GradientCheckpointingLayer": "_gradient_checkpointing_func",

@@ -357,7 +357,7 @@ NOT_DRAWN = {
     "stock TRL: tests/trainers/test_as_trl.py": "as_trl",
     "TRL has no counterpart": "policy_adapter_name ref_adapter_name reward_scale rpo_average_log_probs "
     "sft_label_smoothing sft_label_smoothing_convention force_on_policy_ratio",
-    "other numbers or data than TRL's": "keep_sampling_mask trust_sampling_log_probs "
+    "other numbers or data than TRL's": "keep_sampling_mask trust_sampling_log_probs replay_routes "
     "generation_lag sample_ahead dynamic_sampling "
     "dynamic_sampling_max_draws",
 }

@@ -105,6 +105,7 @@ CONDITIONS: dict[str, Callable[[Case, Situation], bool]] = {
         lambda case, situation: case.accuracy_is_noise_at_first and situation.first
     ),
     "batches sampled ahead": lambda case, situation: False,  # these cases have no sampler with weights
+    "`replay_routes`": lambda case, situation: bool(case.config.get("replay_routes")),
     "`dynamic_sampling`": lambda case, situation: case.config.get("dynamic_sampling", False),
     "DPO, only `sft`": lambda case, situation: case.trainer == "dpo" and _loss_types(case) == ["sft"],
     "evaluation of several sets": lambda case, situation: bool(case.eval_sets) and situation.evaluation,

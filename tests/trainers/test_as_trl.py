@@ -141,6 +141,7 @@ FEATURES = {
     "sft_label_smoothing": 0.1,
     "trust_sampling_log_probs": True,
     "keep_sampling_mask": True,
+    "replay_routes": "sampler",
     "generation_lag": 1,
     "dynamic_sampling": True,
     "vllm_engine_args": {"dtype": "float32"},

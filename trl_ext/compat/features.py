@@ -127,6 +127,12 @@ FEATURES = {
         },
         trainers="GRPOTrainer RLOOTrainer",
     ),
+    "routes of continuous batching": Feature(
+        "cannot replay the routes of continuous batching",
+        {"transformers.generation.continuous_batching.*": "*"},
+        trainers="GRPOTrainer RLOOTrainer",
+        is_refused=True,
+    ),
     "sampling mask": Feature(
         "does not record which tokens `generate` can choose",
         {

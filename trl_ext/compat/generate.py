@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache, StoppingCriteriaList
 from transformers.cache_utils import Cache, DynamicLayer
 
+from ..routing.routes import RowsOfForward
 from .generate_turns import EarlierTurn
 from .replaced import replaced
 
@@ -49,6 +50,7 @@ class GenerateRows:
         # "shared": a prompt ran for several rows; "dropped": a finished row left; "continued": a row of the last step
         # began from the cache of an earlier turn
         self.saved: set[str] = set()
+        self.forwards: list[RowsOfForward] = []
         self._last_step: tuple[Tensor, Tensor] | None = None  # rows of the batch, and their logits `(R, 1, V)`
         self._distinct_B: Tensor | None = None  # the index of each row's prompt among the distinct ones
         self._padding_B: Tensor | None = None  # columns of padding on the left of each row
@@ -81,6 +83,9 @@ class GenerateRows:
         @wraps(run_forward)  # `generate` reads its signature
         def forward(*positional: Any, **inputs: Any) -> Any:
             if self._is_prefill:
+                assert self._distinct_B is not None
+                all_rows_B = torch.arange(len(self._distinct_B))
+                self.forwards.append(RowsOfForward(all_rows_B, self._distinct_B))
                 return run_forward(*positional, **inputs)
             return self._decode(run_forward, *positional, **inputs)
 
@@ -172,6 +177,7 @@ class GenerateRows:
         rows_R = self._rows_R
         if rows_R is None:
             rows_R = torch.arange(batch_size, device=inputs["input_ids"].device)
+        self.forwards.append(RowsOfForward(rows_R, torch.arange(len(rows_R))))
         row_inputs = _inputs_of_rows(inputs, rows_R, batch_size)
         self.tokens += row_inputs["input_ids"].numel()
         outputs = run_forward(**row_inputs)
@@ -239,17 +245,25 @@ class _RecordingCriteria(StoppingCriteriaList):
         return finished_B
 
 
-def _check_config(config: Any) -> None:
-    """Raise `UnprovenError` for an option that needs other rows or forward passes than plain sampling."""
+def rows_reason(config: Any) -> str | None:
+    """Return which option needs other rows or forward passes than plain sampling, as a clause; `None` if none does."""
     mode = config.get_generation_mode().value
     if mode not in ("sample", "greedy_search"):
-        raise UnprovenError(f"it uses {mode}")
-    if not config.use_cache:
-        raise UnprovenError("it has no cache (`use_cache=False`)")
+        return f"it uses {mode}"
+    if config.use_cache is False:
+        return "it has no cache (`use_cache=False`)"
     if (config.guidance_scale or 1) != 1:
-        raise UnprovenError("`guidance_scale` runs the model twice")
+        return "`guidance_scale` runs the model twice"
     if config.num_return_sequences not in (None, 1):
-        raise UnprovenError("`num_return_sequences` repeats its rows")
+        return "`num_return_sequences` repeats its rows"
+    return None
+
+
+def _check_config(config: Any) -> None:
+    """Raise `UnprovenError` for an option that needs other rows or forward passes than plain sampling, or outputs."""
+    reason = rows_reason(config)
+    if reason is not None:
+        raise UnprovenError(reason)
     for name in ("output_attentions", "output_hidden_states"):
         if getattr(config, name):
             raise UnprovenError(f"it returns more than tokens (`{name}`)")

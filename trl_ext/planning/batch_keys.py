@@ -2,7 +2,8 @@
 
 A batch is TRL's dict, because TRL's buffer, TRL's loss and users' subclasses pass it on. Dimensions: B rows (a batch of
 DPO has those of all chosen completions, then those of the rejected ones), S tokens of a row, P prompt tokens, C
-completion tokens, K tokens that the sampler could choose in all steps of a completion together.
+completion tokens, K tokens that the sampler could choose in all steps of a completion together, L routers that choose k
+experts of a token.
 
 GRPO and RLOO:
 
@@ -21,6 +22,8 @@ GRPO and RLOO:
 | `importance_sampling_ratio` | (B, C) or (B, 1) fp32 | TRL, `score_as_trl`, `LossInputs` | the loss |
 | `old_policy_sampler_ratio` | (B, C) or (B, 1) fp32, 1 if not scored | `Buffer.store` | `LossInputs` |
 | `kept_ids`, `kept_counts` | (B, K) and (B, C) int64 | `SamplingMaskRecorder` | the head, in every pass |
+| `prompt_routes` | (B, P, L, k) uint8 or int16, on the host | `RouteReplay` | the policy's routers, in every pass |
+| `completion_routes` | (B, C, L, k), as above | `RouteReplay` | the policy's routers, in every pass |
 | `merged_micro_batches` | int | `Buffer.merge` | `merged_micro_batches` in `compat/sampled.py` |
 | `old_logps` | (B,) fp32 | TRL's generation, `RLOOLossInputs` | RLOO's loss |
 | `old_policy_sums` | (B,) fp32 | RLOO's `compute_loss` | RLOO's `compute_loss`, if the batch recurs |
@@ -55,6 +58,10 @@ OLD_POLICY_SUMS = "old_policy_sums"
 # The sampling mask: the tokens that the sampler could choose at each step of a completion, one step after another; and
 # how many at each step, 0 for the whole vocabulary
 SAMPLING_MASK_KEYS = ("kept_ids", "kept_counts")
+# The experts that each router has chosen for each token
+PROMPT_ROUTES = "prompt_routes"
+COMPLETION_ROUTES = "completion_routes"
+ROUTE_KEYS = (PROMPT_ROUTES, COMPLETION_ROUTES)
 
 # With a column for each token of the completion
 TOKEN_KEYS = (
@@ -95,6 +102,11 @@ def with_old_policy_mask(batch: dict[str, Any]) -> dict[str, Any]:
         scored_BC = ~log_probs_BC.isnan()
         log_probs_BC = log_probs_BC.nan_to_num(0.0, torch.nan, -torch.inf)
     return other_entries | old_policy_entries(log_probs_BC, scored_BC)
+
+
+def with_routes_on_host(batch: dict[str, Any]) -> dict[str, Any]:
+    """Return a checkpoint's micro-batch with its routes on the host, where they take no memory of the device."""
+    return {**batch, **{key: batch[key].cpu() for key in ROUTE_KEYS if key in batch}}
 
 
 def prompt_of(batch: dict[str, Any], row: int) -> list[int]:

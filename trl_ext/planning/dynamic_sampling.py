@@ -72,7 +72,9 @@ def with_live_groups(
             values, drawn_values = _equally_wide(
                 value, draw[key], left=key.startswith("prompt_"), fill=padding.get(key, 0)
             )
-            merged[key] = values.index_copy(0, rows_to, drawn_values[rows_from])
+            # Some entries stay on the host
+            drawn_rows = drawn_values[rows_from.to(value.device)]
+            merged[key] = values.index_copy(0, rows_to.to(value.device), drawn_rows)
     still_dead_G = dead_G.clone()
     still_dead_G[replaced_groups] = False
     return merged, still_dead_G
@@ -83,10 +85,14 @@ def _rows(groups: Tensor, group_size: int) -> Tensor:
 
 
 def _equally_wide(a: Tensor, b: Tensor, *, left: bool, fill: float) -> tuple[Tensor, Tensor]:
+    """Return two entries, `(B,)` or `(B, W, ...)`, with the same W."""
     if a.ndim == 1:
         return a, b
     width = max(a.size(1), b.size(1))
-    return tuple(  # type: ignore[return-value]
-        torch.nn.functional.pad(x, (width - x.size(1), 0) if left else (0, width - x.size(1)), value=fill)
-        for x in (a, b)
-    )
+    trailing = (0, 0) * (a.ndim - 2)  # `pad` begins with the last dimension
+
+    def padded(x: Tensor) -> Tensor:
+        more = width - x.size(1)
+        return torch.nn.functional.pad(x, (*trailing, *((more, 0) if left else (0, more))), value=fill)
+
+    return padded(a), padded(b)

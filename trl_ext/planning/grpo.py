@@ -19,6 +19,7 @@ from .sampled import (
     plan_generation,
     plan_order,
     plan_reference_pass,
+    plan_routes,
     reader_of,
 )
 from .sampler_ratio import RatioRule
@@ -130,6 +131,7 @@ def plan_grpo(facts: GRPOFacts) -> GRPOPlan:
     return GRPOPlan(
         decisions=(
             _generation(facts, corrects),
+            *plan_routes(facts, is_read_again=_trl_scores_old_policy(facts, misaligned)),
             _policy(facts, keeps_mask),
             _old_policy(facts, misaligned),
             plan_reference_pass(facts),

@@ -18,8 +18,8 @@ _WIDTH, _WIDEST = 80, 100  # columns of the table without a terminal, and the mo
 class Decision:
     """What happens to one pass, and why."""
 
-    # "engine", "generation", "policy", "old policy", "reference", "micro-batches", "balance", "packing", "head", or
-    # "first batch"
+    # "engine", "generation", "routes", "policy", "old policy", "reference", "micro-batches", "balance", "packing",
+    # "head", or "first batch"
     name: str
     action: Action  # "reuse": existing values; "skip": nothing needs them
     reason: str  # for the user

@@ -10,6 +10,7 @@ from .sampled import (
     plan_generation,
     plan_order,
     plan_reference_pass,
+    plan_routes,
     reader_of,
 )
 
@@ -56,6 +57,7 @@ def plan_rloo(facts: RLOOFacts) -> RLOOPlan:
     return RLOOPlan(
         decisions=(
             plan_generation(facts),
+            *plan_routes(facts),
             Decision("policy", "run", policy),
             _old_policy(old_policy_reason),
             plan_reference_pass(facts),

@@ -30,6 +30,7 @@ class SampledFacts(Facts):
     beta: float
     keep_groups_together: bool | None
     zero_advantages_of_equal_rewards: bool
+    replay_routes: str | None
     epoch_is_known: bool  # the training data has a length
     generation: GenerateFacts
     own_reference: str | None  # which weights of a PEFT policy are the reference; None: a separate model
@@ -99,6 +100,25 @@ def plan_generation(facts: SampledFacts, *, corrects_for_sampler: bool = False) 
         return Decision("generation", "run", all_rows)
     fewer_rows = "`generate` runs each distinct prompt once, and drops finished completions. Random draws are TRL's."
     return Decision("generation", "run", fewer_rows)
+
+
+def plan_routes(facts: SampledFacts, *, is_read_again: bool = True) -> tuple[Decision, ...]:
+    """Return the decision on the routers' choices, if `replay_routes` is set.
+
+    Args:
+        is_read_again (`bool`): whether a batch that the old policy has scored trains later.
+    """
+    if facts.replay_routes is None:
+        return ()
+    option = f"(`replay_routes={facts.replay_routes!r}`)"
+    if facts.replay_routes == "sampler":
+        reason = f"Routers use the experts that they chose when the completions were sampled {option}."
+        return (Decision("routes", "reuse", reason),)
+    if is_read_again:
+        reason = f"Routers use the experts that they chose when the old policy scored the completions {option}."
+        return (Decision("routes", "reuse", reason),)
+    reason = f"No experts to replay: each completion trains in the step that the old policy scores it {option}."
+    return (Decision("routes", "skip", reason),)
 
 
 def plan_reference_pass(facts: SampledFacts) -> Decision:

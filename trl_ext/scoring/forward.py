@@ -9,7 +9,8 @@ import logging
 import operator
 import types
 import weakref
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -35,6 +36,8 @@ from ..packing.randomness import (
     strongest,
 )
 from ..packing.support import backbone_of
+from ..routing.routers import Routers, by_forward
+from ..routing.routes import PackedRoutes, of_batch
 from .checks import check_adapter, check_head
 from .head import LinearHead, OpaqueHead, logit_transform, resolve_head, score_by_module
 from .model_check import ModelSample, difference_reason
@@ -137,6 +140,11 @@ class ScoringForward:
         self.packing = Packing(model, padding_free=options.padding_free, share_prompts=options.share_prompts)
         self.planned_randomness: Randomness | None = None  # what the plan knows, perhaps of another rank
         self.late_randomness: Randomness | None = None  # of users' code that came after the plan was made
+        self.routers: Routers | None = None  # if routes are recorded or replayed
+        self.recorded_routes: list[Tensor] | None = None  # `(B, S, L, k)` of each forward; None: not recorded
+        # Of the packed rows since they were last read: tokens with the known route of another row, and other routes
+        self.shared_routes = 0
+        self.conflicts = 0
         self.may_keep_outputs = False  # whether a hook of a user may keep what a module returns, with its graph
         self._randomness: Randomness | None = None
         self._modules: list[nn.Module] | None = None  # of the model; None to look at all of it in the next pass
@@ -152,6 +160,7 @@ class ScoringForward:
         num_items_in_batch: Tensor | int | None = None,
         head_outputs: tuple[str, ...] | None = None,
         sampling_mask: tuple[Tensor, Tensor] | None = None,
+        routes: Tensor | None = None,
         **kwargs: Any,
     ) -> FusedCausalLMOutput:
         """Score the positions whose next-token label is not -100.
@@ -165,6 +174,7 @@ class ScoringForward:
             sampling_mask (`tuple[Tensor, Tensor]`, *optional*): with `labels`, the classes over which the last C tokens
                 of each row are normalised: ids `(B, K)`, one token after another, and how many each token has,
                 `(B, C)`. Tokens that have none are normalised over the vocabulary.
+            routes (`Tensor` of shape `(B, S, L, k)`, *optional*): on the host, the experts that the L routers use.
 
         Raises:
             `ValueError`: neither `labels` nor `shift_labels` is given.
@@ -188,7 +198,10 @@ class ScoringForward:
             layout, kwargs.get("input_ids"), kwargs.get("attention_mask"), shift_labels
         )
         # Looked up on each call, because FSDP and PEFT may replace backbone and head after the forward is attached
-        backbone_outputs = backbone_of(model)(*args, **kwargs) if layout is None else run_packed(model, layout, kwargs)
+        with self._routed(model, shift_labels if labels is None else labels, layout, routes):
+            backbone_outputs = (
+                backbone_of(model)(*args, **kwargs) if layout is None else run_packed(model, layout, kwargs)
+            )
         hidden = backbone_outputs.last_hidden_state
         head, device = self._head(model)
         shift_labels = shift_labels.to(device)
@@ -221,6 +234,32 @@ class ScoringForward:
                 aux_loss = scale_grad(aux_loss, gradient_factor).clone()  # FSDP2 warns about views in outputs
             loss = loss + getattr(model.config.get_text_config(), "router_aux_loss_coef", 0.0) * aux_loss
         return FusedCausalLMOutput(loss=loss, label_mask=tokens.mask_BS, aux_loss=aux_loss, **fields)
+
+    @contextmanager
+    def _routed(
+        self, model: Any, labels_BS: Tensor, layout: Layout | None, routes_BSLk: Tensor | None
+    ) -> Iterator[None]:
+        """Replay or record routes in the `with` block, which runs the backbone on the batch with these labels."""
+        routers = self.routers
+        if routers is not None and routes_BSLk is not None:
+            routes_NLk = routes_BSLk.flatten(0, 1)
+            if layout is not None:
+                packed_routes = PackedRoutes.of(routes_BSLk, layout)
+                routes_NLk = packed_routes.routes_TLk
+                self.shared_routes += packed_routes.shared
+                self.conflicts += packed_routes.conflicts
+            with routers.replaying(model, routes_NLk):
+                yield
+        elif routers is not None and self.recorded_routes is not None:
+            with routers.recording() as calls:
+                yield
+            (routes_NLk,) = by_forward(calls)
+            if layout is None:
+                self.recorded_routes.append(routes_NLk.unflatten(0, labels_BS.shape))
+            else:
+                self.recorded_routes.append(of_batch(routes_NLk, layout))
+        else:
+            yield
 
     def take_counts(self) -> ForwardTokens:
         """Return token counts since the last call."""

@@ -1,6 +1,7 @@
 """Transformers' continuous batching in GRPO and RLOO, with one request for each prompt, and with log-probs."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from ..compat.replaced import replaced
 from ..packing.hooks import functions_of_users
 from ..planning.sampled import CONTINUOUS_BATCHING, GenerateFacts
 from ..reference.weights import base_of
+from .sampled_routes import SampledRoutes
 
 
 class ContinuousBatching:
@@ -17,10 +19,12 @@ class ContinuousBatching:
 
     Args:
         trainer (`GRPOTrainer` or `RLOOTrainer`): which generates.
+        routes (`SampledRoutes`, *optional*): records the experts that routers choose.
     """
 
-    def __init__(self, trainer: Any) -> None:
+    def __init__(self, trainer: Any, routes: SampledRoutes | None = None) -> None:
         self.trainer = trainer
+        self.routes = routes
         self.log_probs: list[list[float]] | None = None  # of the last completions, if the trainer reads them
 
     def facts(self, off_reason: str | None) -> GenerateFacts:
@@ -62,14 +66,17 @@ class ContinuousBatching:
         def generate_batch(
             prompt_ids: Any, generation_config: Any, continuous_batching_config: Any, **options: Any
         ) -> Any:
-            outputs, log_probs[:] = complete(
-                run,
-                prompt_ids,
-                generation_config,
-                continuous_batching_config,
-                shares_prompts=shares_prompts,
-                **options,
-            )
+            with nullcontext() if self.routes is None else self.routes.batching():
+                outputs, log_probs[:] = complete(
+                    run,
+                    prompt_ids,
+                    generation_config,
+                    continuous_batching_config,
+                    shares_prompts=shares_prompts,
+                    **options,
+                )
+            if self.routes is not None:
+                self.routes.end_batching(outputs)
             return outputs
 
         is_training = trainer.model.training

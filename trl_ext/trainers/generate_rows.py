@@ -4,7 +4,7 @@ import copy
 import inspect
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,8 +19,10 @@ from ..packing.hooks import functions_of_users
 from ..packing.support import has_experts, positions_by_length
 from ..planning.sampled import GENERATE, VLLM, GenerateFacts
 from ..reference.weights import base_of
+from ..routing.routes import RowsOfForward
 from ..sampler.sampling_mask import SamplingMaskRecorder
 from .continuous_batching import ContinuousBatching
+from .sampled_routes import SampledRoutes
 
 if TYPE_CHECKING:
     from ..compat.generate import GenerateRows
@@ -43,12 +45,14 @@ class FewerRows:
 
     Args:
         trainer (`GRPOTrainer` or `RLOOTrainer`): which generates.
+        routes (`SampledRoutes`, *optional*): records the experts that routers choose.
     """
 
-    def __init__(self, trainer: Any, ranks: Ranks) -> None:
+    def __init__(self, trainer: Any, ranks: Ranks, routes: SampledRoutes | None = None) -> None:
         self.trainer = trainer
         self.ranks = ranks
-        self.continuous = ContinuousBatching(trainer)
+        self.routes = routes
+        self.continuous = ContinuousBatching(trainer, routes)
         self.recorder: SamplingMaskRecorder | None = None  # of the tokens that `generate` can choose
         self._unchecked = {"shared", "dropped", "continued"}  # savings that no check has compared yet
         self._earlier_turn: EarlierTurn | None = None  # while a trainer with tools draws a generation batch
@@ -107,7 +111,11 @@ class FewerRows:
         if facts.sampler != GENERATE:
             return single_turn(*positional, **keywords)
         with self._generating():
-            return single_turn(*positional, **keywords)
+            output = single_turn(*positional, **keywords)
+        if self.routes is not None:
+            completion_ids = output[0] if isinstance(output, tuple) else output  # GRPO's also returns log-probs
+            self.routes.end_turn(positional[0], completion_ids)
+        return output
 
     @contextmanager
     def _generating(self) -> Iterator[None]:
@@ -123,7 +131,7 @@ class FewerRows:
                 return self._generate_all_rows(run, *positional, **keywords)
             return self._generate(run, keywords)
 
-        with replaced(trainer.model, generate=generate):
+        with replaced(trainer.model, generate=generate), _without_router_logits(trainer.model):
             yield
 
     @contextmanager
@@ -164,7 +172,7 @@ class FewerRows:
         )
         checked_tokens = 0
         try:
-            with rows.running():
+            with self._routes_recorded(arguments["input_ids"], rows.forwards), rows.running():
                 ids = run(**arguments)
             reason = self._agreed(None)
             if reason is None and self._is_on_any_rank(rows.saved & self._unchecked):
@@ -195,6 +203,9 @@ class FewerRows:
             self.recorder.clear()
         return self._generate_all_rows(run, **arguments)
 
+    def _routes_recorded(self, input_ids: Any, forwards: list[RowsOfForward]) -> AbstractContextManager[None]:
+        return nullcontext() if self.routes is None else self.routes.generating(input_ids, forwards)
+
     @property
     def _forwards_together(self) -> bool:
         return self.ranks.forward_together(self.trainer.model)
@@ -214,16 +225,19 @@ class FewerRows:
     def _generate_all_rows(self, run: Callable[..., Any], *positional: Any, **keywords: Any) -> Any:
         model = base_of(self.trainer.model)
         run_forward = model.forward
+        input_ids: Any = keywords.get("input_ids", positional[0] if positional else None)
         tokens = 0
+        forwards: list[RowsOfForward] = []
 
         def forward(*inputs: Any, **named_inputs: Any) -> Any:
             nonlocal tokens
             ids = named_inputs.get("input_ids", inputs[0] if inputs else None)
             tokens += ids.numel() if isinstance(ids, Tensor) else 0
+            forwards.append(RowsOfForward.all(len(input_ids)))
             return run_forward(*inputs, **named_inputs)
 
         forward.__signature__ = inspect.signature(run_forward)  # type: ignore[attr-defined]  # `generate` reads it
-        with replaced(model, forward=forward):
+        with self._routes_recorded(input_ids, forwards), replaced(model, forward=forward):
             output = run(*positional, **keywords)
         self._count(tokens, tokens, 0)
         return output
@@ -270,3 +284,13 @@ class FewerRows:
             return True
         has_half_weights = any(x.dtype in (torch.bfloat16, torch.float16) for x in trainer.model.parameters())
         return has_half_weights or is_coarse(trainer.model, logits_RV)
+
+
+def _without_router_logits(model: Any) -> AbstractContextManager[None]:
+    """Make the model return no router logits in the `with` block.
+
+    In decoding, the router loss would compare one token's logits with the mask of all tokens, and raise an error.
+    """
+    config = model.config.get_text_config()
+    returns_logits = getattr(config, "output_router_logits", False)
+    return replaced(config, output_router_logits=False) if returns_logits else nullcontext()

@@ -31,6 +31,7 @@ from .base import ExactTrainer
 from .grpo_generation import GRPOGeneration
 from .grpo_passes import GRPOPasses
 from .part_training import PartTraining
+from .route_replay import RouteReplay
 from .sampled_facts import facts_of
 from .sampled_metrics import SampledMetrics
 
@@ -75,7 +76,8 @@ class GRPOTrainer(ExactTrainer, trl.GRPOTrainer):
         self._buffer = internals.Buffer(self)
         self._part_training = PartTraining(self, self._ranks)
         self._sampled_metrics = SampledMetrics(self, self._ranks, self._scorer, self._buffer)
-        self._grpo_passes = GRPOPasses(self, self._buffer, self._sampled_metrics, self._part_training)
+        self._routes = RouteReplay(self, self._ranks, self._scorer)
+        self._grpo_passes = GRPOPasses(self, self._buffer, self._sampled_metrics, self._routes, self._part_training)
         self._grpo_generation = GRPOGeneration(self, self._ranks, self._grpo_passes, self._buffer, self._balance)
         self._checkpoints.parts.append(self._grpo_generation.save)
         if not getattr(config, "use_vllm", False):
@@ -89,7 +91,8 @@ class GRPOTrainer(ExactTrainer, trl.GRPOTrainer):
             check_offloading_device(self.accelerator.device)
         super()._ready(callbacks)
         self._grpo_generation.ahead.check()
-        self._make_plan()  # a wrong argument is an error here, not at the first step
+        plan = self._make_plan()  # a wrong argument is an error here, not at the first step
+        self._routes.check(plan.facts.generation)
         if self._ranks.tensor_parallel is not None:
             set_seed(self.args.seed + self._ranks.tensor_parallel.copy)  # TRL seeds each rank differently
         self._check_data()
@@ -263,10 +266,12 @@ class GRPOTrainer(ExactTrainer, trl.GRPOTrainer):
 
         # Parts of the micro-batch train inside the pass, which therefore takes the loss
         scores = self._grpo_passes.score_policy(model, batch, num_items_in_batch, trl_loss)
+        self._grpo_passes.compare_routes(model, batch)
         loss_inputs = LossInputs.of(batch, scores, self.plan)
         with logged_times(internals.mode_metrics(self), micro_batches):
             loss = trl_loss(loss_inputs)
             self._sampled_metrics.record_grpo(loss_inputs)
+            self._routes.record()
         if self.model.training and self._grpo_passes.scores_before_step:
             self._buffer.store(batch, loss_inputs.entries_for_reuse)
         self._part_training.check_last_part(loss)
@@ -275,6 +280,7 @@ class GRPOTrainer(ExactTrainer, trl.GRPOTrainer):
 
     def _subclass_loss(self, model: Any, batch: dict[str, Any], return_outputs: bool, num_items: Any) -> Tensor:
         """Return an overridden loss, or one that is not known, which gets TRL's batch and runs its own passes."""
+        self._routes.refuse_loss()
         scored_tokens = all_tokens(batch, of_tools=True)
         trl_batch = self._grpo_passes.batch_for_subclass(model, batch, scored_tokens)
         micro_batches = internals.merged_micro_batches(batch)

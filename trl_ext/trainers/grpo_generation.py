@@ -2,7 +2,8 @@
 
 import logging
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -11,9 +12,17 @@ import torch
 from torch import Tensor
 
 from ..compat import sampled as internals
+from ..compat.replaced import replaced
 from ..distributed.exchange import Column
 from ..distributed.ranks import Ranks
-from ..planning.batch_keys import SAMPLING_MASK_KEYS, TOKEN_KEYS, has_old_policy, with_old_policy_mask
+from ..planning.batch_keys import (
+    ROUTE_KEYS,
+    SAMPLING_MASK_KEYS,
+    TOKEN_KEYS,
+    has_old_policy,
+    with_old_policy_mask,
+    with_routes_on_host,
+)
 from ..planning.dynamic_sampling import FurtherPrompts, dead_groups, with_live_groups
 from ..planning.micro_batches import StepRows
 from ..planning.rows import loss_mask, padded_tokens
@@ -44,7 +53,8 @@ class GRPOGeneration:
         self.passes = passes
         self.buffer = buffer
         self.balance = balance
-        self.fewer_rows = FewerRows(trainer, ranks)
+        self.routes = passes.routes
+        self.fewer_rows = FewerRows(trainer, ranks, self.routes.sampled)
         self.ahead = GenerationAhead(trainer, ranks, passes.metrics, buffer, self.fewer_rows)
         self._trl = internals.without_passes(trainer, self.ahead.run_turn, self.fewer_rows.continuing_turns)
         self.ahead.gave_nan = self._trl.gave_nan
@@ -96,6 +106,18 @@ class GRPOGeneration:
             self._fills_buffer = False
 
     def _draw(self, inputs: Any) -> dict[str, Any]:
+        with self._rollouts_recorded():
+            batch = self._draw_with_mask(inputs)
+        return {**batch, **self.routes.sampled_entries(batch)}
+
+    def _rollouts_recorded(self) -> AbstractContextManager[None]:
+        rollout_func = self.trainer.rollout_func
+        if rollout_func is None or self.routes.sampled is None:
+            return nullcontext()
+        return replaced(self.trainer, rollout_func=self.routes.sampled.recorded_rollout(rollout_func))
+
+    def _draw_with_mask(self, inputs: Any) -> dict[str, Any]:
+        """Sample and reward, and add the sampling mask if the plan keeps it."""
         trainer = self.trainer
         if not trainer.plan.keeps_sampling_mask:
             return self._draw_alike(inputs)
@@ -195,7 +217,7 @@ class GRPOGeneration:
             draw = self._draw(self._further_inputs(len(batch["advantages"])))
             equal_in_draw_B = self._equal_rewards(draw)
             dead_in_draw_G = dead_groups(draw["advantages"], equal_in_draw_B, size)
-            batch, dead_G = with_live_groups(batch, dead_G, draw, dead_in_draw_G, size, self.buffer.padding())
+            batch, dead_G = with_live_groups(batch, dead_G, draw, dead_in_draw_G, size, self._padding())
             draws += 1
         if draws > 1:
             batch["num_items_in_batch"] = trainer.accelerator.gather(loss_mask(batch).sum()).sum()
@@ -246,8 +268,11 @@ class GRPOGeneration:
     def micro_batches_per_step(self) -> int:
         return micro_batches_of_a_step(self.trainer.args, self.buffer)
 
+    def _padding(self) -> dict[str, float]:
+        return self.buffer.padding() | self.routes.padding()
+
     def _columns(self) -> dict[str, Column]:
-        fills = self.buffer.padding()
+        fills = self._padding()
 
         def column(key: str) -> Column:
             side = "prompt" if key.startswith("prompt_") else "completion"
@@ -255,7 +280,12 @@ class GRPOGeneration:
             return Column(fills.get(key, 0), pads_left=side == "prompt", width=side, multiple=multiple)
 
         keys = ("prompt_ids", "prompt_mask", "kept_counts", *TOKEN_KEYS)
-        return {key: column(key) for key in keys} | {"kept_ids": Column(fills["kept_ids"])}
+        columns = {key: column(key) for key in keys} | {"kept_ids": Column(fills["kept_ids"])}
+        for key in ROUTE_KEYS:
+            side = column(key).width
+            # A token's route may be unknown, as those of padding are
+            columns[key] = replace(column(key), like=(f"{side}_ids", f"{side}_mask"))
+        return columns
 
     # Checkpoints
 
@@ -281,7 +311,7 @@ class GRPOGeneration:
             "keep_sampling_mask": self.trainer.plan.keeps_sampling_mask,
             "code that reads batches": self.trainer.plan.gives_trls_batches,
         }
-        return {name: 1 for name, is_on in on.items() if is_on}
+        return {name: 1 for name, is_on in on.items() if is_on} | self.routes.schedule()
 
     def resume(self, folder: Path) -> None:
         saved_generation = self._checkpoints.read(folder, self._schedule())
@@ -290,7 +320,7 @@ class GRPOGeneration:
             return
         slices = saved_generation.slices
         if slices is not None:
-            slices = [with_old_policy_mask(batch) for batch in slices]
+            slices = [with_routes_on_host(with_old_policy_mask(batch)) for batch in slices]
         self.buffer.continue_at(saved_generation.micro_batch, slices)
         self.buffer.sampled_at_step = saved_generation.sampled_at_step
         self.buffer.sampler_is_older = saved_generation.sampler_is_older

@@ -26,6 +26,7 @@ from ..planning.plan import changes_of
 from ..planning.rows import PolicyScores, ScoredTokens, all_tokens, loss_mask
 from ..planning.sampler_ratio import SamplerRatio
 from .part_training import PartTraining
+from .route_replay import RouteReplay
 from .sampled_metrics import SampledMetrics
 from .sampled_passes import Batch, SampledPasses
 
@@ -38,9 +39,14 @@ class GRPOPasses(SampledPasses[GRPOPlan]):
     """
 
     def __init__(
-        self, trainer: Any, buffer: internals.Buffer, metrics: SampledMetrics, part_training: PartTraining
+        self,
+        trainer: Any,
+        buffer: internals.Buffer,
+        metrics: SampledMetrics,
+        routes: RouteReplay,
+        part_training: PartTraining,
     ) -> None:
-        super().__init__(trainer, metrics)
+        super().__init__(trainer, metrics, routes)
         self.buffer = buffer
         self.part_training = part_training
         self.plan_at_generation: GRPOPlan | None = None  # of the buffer; None after a checkpoint, until it is filled
@@ -76,10 +82,15 @@ class GRPOPasses(SampledPasses[GRPOPlan]):
         """
         self.metrics.count_padding(batch)
         budget = self._plan.facts.max_tokens_per_micro_batch
-        if budget is not None and self.part_training.is_possible:
-            scores = self._score_in_parts(model, batch, budget, num_items, trl_loss)
-        else:
-            scores = self.score_micro_batch(model, batch)
+        # Later iterations read them
+        is_read_again = self.scores_before_step and self.trainer.model.training
+        with self.routes.recorded(batch, is_read_again=is_read_again) as route_entries:
+            if budget is not None and self.part_training.is_possible:
+                scores = self._score_in_parts(model, batch, budget, num_items, trl_loss)
+            else:
+                scores = self.score_micro_batch(model, batch)
+        if route_entries:
+            self.buffer.store(batch, route_entries)
         if self.scores_before_step and not has_old_policy(batch):
             self.metrics.count_skipped_pass(batch)  # these scores are the old policy's, too
         return scores
@@ -183,8 +194,10 @@ class GRPOPasses(SampledPasses[GRPOPlan]):
         with unrecorded_pass(trainer):
             for batch in batches_to_score:
                 scored_tokens = self.tokens_to_score(batch)
-                log_probs_RC = self._log_probs(trainer.model, batch, scored_tokens)
-                batch.update(old_policy_entries(scored_tokens.scatter(log_probs_RC), scored_tokens.tokens_BC))
+                with self.routes.recorded(batch) as route_entries:
+                    log_probs_RC = self._log_probs(trainer.model, batch, scored_tokens)
+                old_BC = scored_tokens.scatter(log_probs_RC)
+                batch.update(old_policy_entries(old_BC, scored_tokens.tokens_BC) | route_entries)
 
     def _check_weights_sampled(self, batches: list[Batch]) -> None:
         """Raise `RuntimeError` if a batch lacks the old policy's log-probs and the weights that sampled it are gone."""
@@ -242,9 +255,9 @@ class GRPOPasses(SampledPasses[GRPOPlan]):
         scored_tokens = all_tokens(batch, of_tools=True)
         scores_old_policy = self._plan.trl_scores_old_policy and not facts.trust_sampling_log_probs
         if scores_old_policy and "old_per_token_logps" not in batch:
-            with unrecorded_pass(trainer):
+            with unrecorded_pass(trainer), self.routes.recorded(batch) as route_entries:
                 old_BC = self._log_probs_at_generation(trainer.model, batch, scored_tokens)
-            batch["old_per_token_logps"] = old_BC
+            batch.update({"old_per_token_logps": old_BC, **route_entries})
             if facts.sampler_ratio is not None:
                 ratio = SamplerRatio.of(old_BC, sampler_log_probs(batch), loss_mask(batch), facts.sampler_ratio)
                 batch["importance_sampling_ratio"] = ratio.ratio

@@ -19,7 +19,7 @@ from ..compat import sampled as internals
 from ..compat.overrides import PASS
 from ..config import AddedGroupFields
 from ..config import RLOOConfig as RLOOConfig  # `training_args.bin` files refer to it here
-from ..planning.batch_keys import prompt_of
+from ..planning.batch_keys import prompt_of, with_routes_on_host
 from ..planning.loss_inputs import RLOOLossInputs, not_finite_in
 from ..planning.micro_batches import StepRows
 from ..planning.rloo import RLOOFacts, RLOOPlan, plan_rloo
@@ -28,6 +28,7 @@ from ..planning.sampled import samples_policy
 from .base import ExactTrainer
 from .generate_rows import FewerRows
 from .generation_checkpoints import GenerationCheckpoints
+from .route_replay import RouteReplay
 from .sampled_batches import check_rewards_of_first_step, equal_rewards, micro_batches_of_a_step
 from .sampled_facts import facts_of
 from .sampled_metrics import SampledMetrics
@@ -62,8 +63,9 @@ class RLOOTrainer(ExactTrainer, trl.RLOOTrainer):
                 check_generation(config)
         self._buffer = internals.Buffer(self)
         self._sampled_metrics = SampledMetrics(self, self._ranks, self._scorer, self._buffer)
-        self._passes: SampledPasses[RLOOPlan] = SampledPasses(self, self._sampled_metrics)
-        self._fewer_rows = FewerRows(self, self._ranks)
+        self._routes = RouteReplay(self, self._ranks, self._scorer)
+        self._passes: SampledPasses[RLOOPlan] = SampledPasses(self, self._sampled_metrics, self._routes)
+        self._fewer_rows = FewerRows(self, self._ranks, self._routes.sampled)
         self._generation = internals.Generation(
             self,
             trl.RLOOTrainer,
@@ -71,12 +73,13 @@ class RLOOTrainer(ExactTrainer, trl.RLOOTrainer):
             self._fewer_rows.run_turn,
         )
         self._generation_checkpoints = GenerationCheckpoints(self, self._ranks, self._buffer)
-        self._checkpoints.parts.append(self._generation_checkpoints.save)
+        self._checkpoints.parts.append(partial(self._generation_checkpoints.save, options=self._routes.schedule()))
         return {}
 
     def _ready(self, callbacks: Any) -> None:
         super()._ready(callbacks)
-        self._make_plan()  # a wrong argument is an error here, not at the first step
+        plan = self._make_plan()  # a wrong argument is an error here, not at the first step
+        self._routes.check(plan.facts.generation)
         if not self._replaces("generation"):
             check_completion_length(self.args, self.model)
             check_ends(self)
@@ -114,7 +117,10 @@ class RLOOTrainer(ExactTrainer, trl.RLOOTrainer):
     def _resumed(self, state: Any) -> None:
         folder = self._checkpoints.resumes_from
         if folder is not None and not self._checkpoints.is_finished:
-            self._generation_checkpoints.read(folder)
+            saved_generation = self._generation_checkpoints.read(folder, self._routes.schedule())
+            if saved_generation is not None and saved_generation.slices is not None:
+                slices = [with_routes_on_host(batch) for batch in saved_generation.slices]
+                self._buffer.continue_at(saved_generation.micro_batch, slices)
 
     def _get_train_sampler(self, *positional: Any, **keywords: Any) -> Any:
         self._buffer.sampler = super()._get_train_sampler(*positional, **keywords)
@@ -143,6 +149,7 @@ class RLOOTrainer(ExactTrainer, trl.RLOOTrainer):
         plan = self.plan
         members: dict[str, Any] = {PASS: _no_pass} if plan.reuses_old_policy else {}
         batch = self._generation.draw(inputs, **members)
+        batch.update(self._routes.sampled_entries(batch))
         self._fewer_rows.record()
         log_probs = self._fewer_rows.continuous.take_log_probs(batch)
         if log_probs is not None:
@@ -180,6 +187,8 @@ class RLOOTrainer(ExactTrainer, trl.RLOOTrainer):
         """Run TRL's pass, without the statistics that it does not read."""
         if PASS not in self._overridden_below:  # else it may read the model's attributes, or its logits
             model = partial(model, head_outputs=("log_probs", "entropy")[: 1 + compute_entropy])
+        if self._routes.sampled is not None:
+            model = self._routes.while_sampling(model, input_ids, logits_to_keep)
         run_pass = super()._get_per_token_logps_and_entropies
         timed = nullcontext() if torch.is_grad_enabled() else self._phase_times.measured("passes")
         with timed:
@@ -202,6 +211,7 @@ class RLOOTrainer(ExactTrainer, trl.RLOOTrainer):
         if self.plan.loss_runs_passes:
             return self._subclass_loss(model, batch, return_outputs, num_items_in_batch)
         scores = self._passes.score_micro_batch(model, batch)
+        self._passes.compare_routes(model, batch)
         loss_inputs = RLOOLossInputs.of(batch, scores)
         trl_batch, pass_outputs = loss_inputs.for_trl(batch)
         with internals.loss_of_scores(self, model, pass_outputs):
@@ -210,11 +220,13 @@ class RLOOTrainer(ExactTrainer, trl.RLOOTrainer):
         if loss_inputs.is_old_policy:
             self._sampled_metrics.count_skipped_pass(batch)
         self._sampled_metrics.record_rloo(batch, loss_inputs)
+        self._routes.record()
         self._non_finite.watch(loss, partial(loss_inputs.not_finite, batch), partial(prompt_of, batch))
         return loss
 
     def _subclass_loss(self, model: Any, batch: dict[str, Any], return_outputs: bool, num_items: Any) -> Tensor:
         """Return the loss of an overridden method, which gets TRL's batch and runs its own passes."""
+        self._routes.refuse_loss()
         method = PASS if self.plan.facts.has_own_pass else self.plan.facts.own_loss
         with (
             self._policy_scored(f"`{type(self).__name__}.{method}`"),

@@ -16,7 +16,7 @@ from ..distributed.ranks import Ranks
 from ..losses.loss_types import METRICS_OF_ROWS
 from ..planning.batch_keys import sampler_log_probs
 from ..planning.loss_inputs import LossInputs, RLOOLossInputs, SampledLossInputs
-from ..planning.rows import loss_mask, padded_tokens
+from ..planning.rows import ScoredTokens, loss_mask, padded_tokens
 from ..planning.sampler_ratio import (
     TRL_SAMPLER_METRICS,
     RatioRule,
@@ -190,6 +190,16 @@ class SampledMetrics:
             if "ratio" not in name:  # the loss has no ratio
                 internals.mode_metrics(self.trainer)[name].append(value)
         self._check_sampler(statistics, is_truncated=False)
+
+    def record_mismatch_without_routes(
+        self, policy_BC: Tensor, batch: dict[str, Any], scored_tokens: ScoredTokens
+    ) -> None:
+        """Log how far the sampler's log-probs are from those that the policy has with routes of its own."""
+        ratio = SamplerRatio.of(policy_BC, sampler_log_probs(batch), scored_tokens.tokens_BC, _UNBOUNDED)
+        statistics: Tensor = self.ranks.accelerator.gather(ratio.statistics().unsqueeze(0))
+        mismatch = sampler_metrics(statistics).get("sampling/mismatch_kl")
+        if mismatch is not None:
+            internals.mode_metrics(self.trainer)["routes/mismatch_kl_without"].append(mismatch)
 
     def _check_sampler(self, statistics: Tensor, *, is_truncated: bool) -> None:
         """Check the sampler's log-probs, from the `SamplerRatio.statistics` of each rank."""

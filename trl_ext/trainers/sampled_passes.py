@@ -13,13 +13,17 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..compat import sampled as internals
 from ..compat.overrides import PASS
+from ..compat.replaced import unrecorded_pass
 from ..packing.packing import LastResult
 from ..planning.micro_batches import RowTokens
 from ..planning.rows import PolicyScores, ScoredTokens, all_tokens, live_tokens
+from .route_replay import RouteReplay
 from .sampled_metrics import SampledMetrics
 
 Batch = dict[str, Any]  # `planning/batch_keys.py` lists the keys
 Plan = TypeVar("Plan", bound=Any)
+
+_STEPS_BETWEEN_COMPARISONS = 100  # each takes one more pass
 
 
 class SampledPasses(Generic[Plan]):
@@ -29,9 +33,10 @@ class SampledPasses(Generic[Plan]):
         trainer (`GRPOTrainer` or `RLOOTrainer`): its plan decides what is scored; its log-prob pass runs.
     """
 
-    def __init__(self, trainer: Any, metrics: SampledMetrics) -> None:
+    def __init__(self, trainer: Any, metrics: SampledMetrics, routes: RouteReplay) -> None:
         self.trainer = trainer
         self.metrics = metrics
+        self.routes = routes
         # completion mask -> options of `live_tokens` -> tokens
         self._live_tokens: Any = WeakTensorKeyDictionary()
 
@@ -82,6 +87,24 @@ class SampledPasses(Generic[Plan]):
         )
         return PolicyScores(scored_tokens, log_probs_RC, entropies_RC, router_loss)
 
+    def compare_routes(self, model: Any, batch: Batch) -> None:
+        """Log, in some steps, the mismatch with the sampler that the policy would have if its routers chose anew."""
+        trainer = self.trainer
+        step = trainer.state.global_step
+        if self.routes.source != "sampler" or not trainer.model.training or step % _STEPS_BETWEEN_COMPARISONS:
+            return
+        if "sampling_per_token_logps" not in batch or trainer._buffer.sampled_at_step != step:
+            return
+        scored_tokens = self.tokens_to_score(batch)
+        with unrecorded_pass(trainer), self.routes.switched_off():
+            log_probs_RC = self._log_probs(model, batch, scored_tokens)
+        self.metrics.record_mismatch_without_routes(scored_tokens.scatter(log_probs_RC), batch, scored_tokens)
+
+    def _log_probs(self, model: Any, batch: Batch, scored_tokens: ScoredTokens) -> Tensor:
+        """Return log-probs `(R, C)`, for a caller that needs no gradient."""
+        log_probs_RC: Tensor = self._forward(model, batch, scored_tokens)[0]
+        return log_probs_RC
+
     # A forward
 
     def _forward(self, model: Any, batch: Batch, scored_tokens: ScoredTokens, **options: Any) -> tuple[Any, Any, Any]:
@@ -91,8 +114,10 @@ class SampledPasses(Generic[Plan]):
         """
         if not self._plan.facts.has_own_pass:
             outputs = ("log_probs", "entropy") if options.get("compute_entropy") else ("log_probs",)
-            model = scored_tokens.limit_scoring(model, outputs, self._sampling_mask(batch))
-        return internals.completion_log_probs(self.trainer, model, scored_tokens.select_rows(batch), **options)
+            routes_BSLk = self.routes.of_pass(model, batch)
+            model = scored_tokens.limit_scoring(model, outputs, self._sampling_mask(batch), routes_BSLk)
+        with self.routes.pass_over(scored_tokens.rows_R):
+            return internals.completion_log_probs(self.trainer, model, scored_tokens.select_rows(batch), **options)
 
     def _sampling_mask(self, batch: Batch) -> tuple[Tensor, ...]:
         """Return the entries of the batch that limit each log-prob to the tokens that the sampler could choose."""

@@ -1,0 +1,1 @@
+"""Which experts the routers of a mixture choose: recorded in one forward, replayed in another."""
