@@ -8,7 +8,7 @@ TRL_1_15 := .venv-trl-1.15/bin/python
 TORCH_NEWEST := .venv-torch-newest/bin/python
 PYTEST := $(PYTHON) -m pytest -n 2
 
-.PHONY: demo demo-check demo-short smoke t test test-all fuzz same-bits test-part test-torch-newest test-nightly test-sampler test-axolotl try-trl lint types bench bench-training bench-passes bench-packing bench-generation bench-ahead bench-balance bench-curves bench-plan bench-real bench-real-task bench-gpu bench-gpu-head bench-gpu-training bench-report docs dist dist-check wheels clean
+.PHONY: demo demo-check demo-short smoke t test test-all fuzz same-bits test-part test-torch-newest test-nightly test-sampler test-axolotl try-trl lint types bench bench-training bench-passes bench-packing bench-generation bench-ahead bench-routes bench-balance bench-curves bench-plan bench-real bench-real-task bench-gpu bench-gpu-head bench-gpu-training bench-report docs dist dist-check wheels clean
 
 # torch goes first, by its pin: any other order may fetch another build of it
 $(VENV_FOLDER)/installed: pyproject.toml constraints.txt
@@ -215,6 +215,10 @@ bench-generation: $(VENV)
 # GRPO steps whose sampler or reward waits, in turn and one batch ahead; 6 minutes
 bench-ahead: $(VENV)
 	$(PYTHON) benchmarks/generation_ahead.py
+
+# Router replay in a mixture of experts: mismatch with the sampler in bf16, and time of a step; 8 minutes
+bench-routes: $(VENV)
+	$(PYTHON) benchmarks/routes.py
 
 # How evenly ranks share tokens, by simulation and on 2 CPU processes; 5 minutes
 bench-balance: $(VENV)

@@ -16,6 +16,7 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
 from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter
 
 from mixture_models import WITH_TOPK, WITHOUT_TOPK
 from trl_ext.routing.routers import Differences, Routers, UnknownRoutersError, by_forward
@@ -161,6 +162,22 @@ def test_routes_of_many_experts_have_a_larger_dtype(experts: int, dtype: torch.d
 def test_routers_that_choose_in_another_way_are_refused(family: str, message: str) -> None:
     model = WITHOUT_TOPK[family](VOCABULARY)
     with pytest.raises(UnknownRoutersError, match=message):
+        Routers.of(model, lambda: run(model))
+
+
+class RenamedRouter(MixtralTopKRouter):
+    """It returns other indices than those of its `topk`, so that answering this call would not be enough."""
+
+    def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        logits_NE, scores_Nk, indices_Nk = super().forward(hidden)
+        return logits_NE, scores_Nk, self.num_experts - 1 - indices_Nk
+
+
+def test_a_router_that_changes_the_indices_is_refused() -> None:
+    model = WITH_TOPK["mixtral"](VOCABULARY)
+    for router in routers_of(model).values():
+        router.__class__ = RenamedRouter
+    with pytest.raises(UnknownRoutersError, match="`RenamedRouter` returns are not those of a `topk`"):
         Routers.of(model, lambda: run(model))
 
 
@@ -517,7 +534,7 @@ def attributes_of(model: nn.Module) -> dict[tuple[str, str], Any]:
 @all_checkpointing
 def test_no_attribute_stays_changed(context: str, failure: str, checkpointing: str) -> None:
     model, routers = build("qwen3_moe", checkpointing)
-    first_router, _ = routers_of(model).values()
+    first_name, first_router = next(iter(routers_of(model).items()))
     # Another library has replaced a forward, as accelerate does
     replaced_calls = []
     original_forward = first_router.forward
@@ -535,7 +552,8 @@ def test_no_attribute_stays_changed(context: str, failure: str, checkpointing: s
 
     first_router.register_forward_hook(fail)
     before = attributes_of(model)
-    assert any(name == "forward" for _, name in before)
+    # Finding the routers, in `build`, has left none either
+    assert [place for place, name in before if name == "forward"] == [first_name]
     is_checkpointed = any(name != "forward" for _, name in before)
     assert is_checkpointed == (checkpointing != "none")
     contexts = {

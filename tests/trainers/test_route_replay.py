@@ -34,7 +34,12 @@ def mixture(tmp_path_factory: pytest.TempPathFactory) -> str:
     return saved_model(tmp_path_factory.mktemp("mixture"), experts=EXPERTS)
 
 
-@pytest.fixture(scope="module", params=WITH_TOPK)
+_FAST = ("qwen3_moe", "deepseek_v3")
+
+
+@pytest.fixture(
+    scope="module", params=[x if x in _FAST else pytest.param(x, marks=pytest.mark.slow) for x in WITH_TOPK]
+)
 def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> str:
     return saved_model(tmp_path_factory.mktemp(request.param), request.param)
 
