@@ -12,12 +12,13 @@ PAGE = PACKAGE.parent / "docs" / "architecture.md"
 # Package -> the packages of trl_ext that it may import, and third-party packages that it may not
 MAY_IMPORT = {
     "heads": set(),
-    "compat": {"version", "functions", "scoring"},
+    "compat": {"version", "functions", "scoring", "routing"},
     "version": set(),
     "functions": set(),
     "packing": {"functions"},
     "distributed": set(),
-    "scoring": {"heads", "packing", "distributed"},
+    "scoring": {"heads", "packing", "distributed", "routing"},
+    "routing": set(),
     "core": {"distributed", "packing", "reference", "scoring"},
     "axolotl": {"core", "packing", "reference"},
     "host": set(),
@@ -32,7 +33,7 @@ MAY_IMPORT = {
     "config": {"checks", "compat", "heads", "losses", "planning"},
     "trainers": {
         *("heads", "packing", "distributed", "scoring", "planning", "checkpoints", "reference", "losses", "callbacks"),
-        *("checks", "compat", "config", "sampler", "host", "functions"),
+        *("checks", "compat", "config", "sampler", "host", "functions", "routing"),
     },
     "cli": {
         *("checks", "config", "trainers", "fit", "heads", "distributed", "scoring", "losses", "compat", "version"),

@@ -25,7 +25,7 @@ PASSES_ON = {
 }
 
 # Exceptions whose message a user sees as a part of another one
-PARTS = {"LayoutNotReadError", "UnknownCodeError", "UnprovenError", "UnusableFileError"}
+PARTS = {"LayoutNotReadError", "UnknownCodeError", "UnknownRoutersError", "UnprovenError", "UnusableFileError"}
 # Words that a message does without
 _BANNED = re.compile(
     r"\b(fed|feeds?|alike|apart|mend|in sum|of (?:its|their) own|the same of|stands? in|Choose of|(?:which|that) there "

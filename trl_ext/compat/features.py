@@ -123,7 +123,7 @@ FEATURES = {
             "transformers.generation.stopping_criteria:*": "*",
             "transformers.cache_utils": "*",
             "transformers.cache_utils:Cache": "*",
-            _CLASSES: "continuous_batching_config use_transformers_continuous_batching",
+            _CLASSES: "continuous_batching_config generation_config use_transformers_continuous_batching",
         },
         trainers="GRPOTrainer RLOOTrainer",
     ),

@@ -18,6 +18,7 @@ from .top_k import TopKCalls
 
 # Where modules keep the function that checkpoints activations: transformers' layers, and torch's `CheckpointWrapper`
 _CHECKPOINT_FUNCTIONS = ("_gradient_checkpointing_func", "checkpoint_fn")
+_CLASS_ENDINGS = ("router", "gate", "gating")
 # PEFT keeps a module and its trained copies in one wrapper. Which of them runs depends on the adapter
 _COPY = re.compile(r"\.(original_module|modules_to_save\.[^.]+)$")
 
@@ -231,19 +232,12 @@ def by_forward(calls: list[list[Tensor]]) -> list[Tensor]:
 
 
 def _candidates(model: nn.Module) -> dict[nn.Module, str]:
-    """Return modules that may be routers, by what transformers records as such or by their class, and their names."""
-    named: tuple[type, ...] = ()
-    for module in model.modules():
-        recorders = (getattr(module, "_can_record_outputs", None) or {}).get("router_logits", [])
-        for recorder in recorders if isinstance(recorders, list) else [recorders]:
-            target = getattr(recorder, "target_class", recorder)
-            named += (target,) if isinstance(target, type) else ()
-
-    def may_be_router(module: nn.Module) -> bool:
-        classes = [cls.__name__.lower() for cls in type(module).__mro__]  # FSDP2 makes a subclass
-        return isinstance(module, named) or any("router" in name for name in classes)
-
-    return {module: name for name, module in model.named_modules() if may_be_router(module)}
+    """Return modules that may be routers, by the names of their classes, with their own names."""
+    return {
+        module: name
+        for name, module in model.named_modules()
+        if type(module).__name__.lower().endswith(_CLASS_ENDINGS)  # FSDP2 makes a subclass, and puts a prefix
+    }
 
 
 def _router_of(module: nn.Module, candidates: dict[nn.Module, str], top_k: TopKCalls, outputs: Any) -> Router:

@@ -1,5 +1,6 @@
 """Transformers' continuous batching in GRPO and RLOO, with one request for each prompt, and with log-probs."""
 
+import copy
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -66,12 +67,18 @@ class ContinuousBatching:
         def generate_batch(
             prompt_ids: Any, generation_config: Any, continuous_batching_config: Any, **options: Any
         ) -> Any:
+            batching_config = continuous_batching_config
+            if self.routes is not None:
+                # Routers are not seen in a CUDA graph
+                batching_config = copy.copy(batching_config)
+                batching_config.use_cuda_graph = False
+                batching_config.use_async_batching = False
             with nullcontext() if self.routes is None else self.routes.batching():
                 outputs, log_probs[:] = complete(
                     run,
                     prompt_ids,
                     generation_config,
-                    continuous_batching_config,
+                    batching_config,
                     shares_prompts=shares_prompts,
                     **options,
                 )
