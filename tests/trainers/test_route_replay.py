@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset
+from peft import PrefixTuningConfig
 from test_continuous_batching import BATCHING
 from transformers import AutoModelForCausalLM
 
@@ -406,6 +407,7 @@ def add(a: int, b: int) -> int:
     return a + b
 
 
+PREFIX = PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "own generation": ("GRPO", {"trainer_class": OwnTurn}, "overrides TRL's `_generate_single_turn`"),
     "own loss": ("GRPO", {"trainer_class": OwnLoss}, "overrides TRL's `_compute_loss`"),
@@ -416,6 +418,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         "`trust_sampling_log_probs`",
     ),
     "ahead": ("GRPO", {"generation_lag": 1, "vllm_importance_sampling_correction": False}, "Leave `generation_lag`"),
+    "virtual tokens": ("GRPO", {"peft_config": PREFIX}, "virtual tokens"),
     "beams": ("GRPO", {"generation_kwargs": {"num_beams": 2}}, "`generate` does not sample plainly"),
     "no cache": ("GRPO", {"generation_kwargs": {"use_cache": False}}, "`use_cache=False`"),
     "batching as in TRL": ("GRPO", {**BATCHING, "generate_fewer_rows": False}, "continuous batching runs as in TRL"),

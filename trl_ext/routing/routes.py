@@ -44,14 +44,14 @@ def routes_of_columns(forwards: list[Tensor], rows_of_forwards: list[RowsOfForwa
             f"{len(rows_of_forwards)}."
         )
     columns = []
-    for routes_NLk, (rows_R, place_R) in zip(forwards, rows_of_forwards, strict=True):
-        routes_rCLk = routes_NLk.view(int(place_R.max()) + 1, -1, *routes_NLk.shape[1:])
+    for device_routes_NLk, (rows_R, place_R) in zip(forwards, rows_of_forwards, strict=True):
+        routes_NLk = device_routes_NLk.cpu()
+        routes_rCLk = routes_NLk.unflatten(0, (int(place_R.max()) + 1, -1))
         shape = (batch_size, *routes_rCLk.shape[1:])
         routes_BCLk = routes_NLk.new_full(shape, unknown_in(routes_NLk.dtype))
-        device = routes_NLk.device
-        routes_BCLk[rows_R.to(device)] = routes_rCLk[place_R.to(device)]
+        routes_BCLk[rows_R.cpu()] = routes_rCLk[place_R.cpu()]
         columns.append(routes_BCLk)
-    return torch.cat(columns, dim=1).cpu()
+    return torch.cat(columns, dim=1)
 
 
 @dataclass(frozen=True)

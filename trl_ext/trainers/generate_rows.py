@@ -233,7 +233,8 @@ class FewerRows:
             nonlocal tokens
             ids = named_inputs.get("input_ids", inputs[0] if inputs else None)
             tokens += ids.numel() if isinstance(ids, Tensor) else 0
-            forwards.append(RowsOfForward.all(len(input_ids)))
+            if self.routes is not None:
+                forwards.append(RowsOfForward.all(len(input_ids)))
             return run_forward(*inputs, **named_inputs)
 
         forward.__signature__ = inspect.signature(run_forward)  # type: ignore[attr-defined]  # `generate` reads it

@@ -13,6 +13,7 @@ import torch
 from ..checkpoints.generation import SavedGeneration, position_in_data, read_generation, write_generation
 from ..compat.sampled import Buffer
 from ..distributed.ranks import Ranks
+from ..planning.batch_keys import with_routes_on_host
 
 logger = logging.getLogger("trl_ext")
 
@@ -76,6 +77,9 @@ class GenerationCheckpoints:
         trainer = self.trainer
         args = trainer.args
         saved_generation = read_generation(folder, args.process_index, trainer.accelerator.device)
+        if saved_generation is not None and saved_generation.slices is not None:
+            slices = [with_routes_on_host(batch) for batch in saved_generation.slices]
+            saved_generation = replace(saved_generation, slices=slices)
         epochs, micro_batch = position_in_data(
             trainer.state.global_step,
             args.gradient_accumulation_steps,

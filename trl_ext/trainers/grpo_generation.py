@@ -21,7 +21,6 @@ from ..planning.batch_keys import (
     TOKEN_KEYS,
     has_old_policy,
     with_old_policy_mask,
-    with_routes_on_host,
 )
 from ..planning.dynamic_sampling import FurtherPrompts, dead_groups, with_live_groups
 from ..planning.micro_batches import StepRows
@@ -320,7 +319,7 @@ class GRPOGeneration:
             return
         slices = saved_generation.slices
         if slices is not None:
-            slices = [with_routes_on_host(with_old_policy_mask(batch)) for batch in slices]
+            slices = [with_old_policy_mask(batch) for batch in slices]
         self.buffer.continue_at(saved_generation.micro_batch, slices)
         self.buffer.sampled_at_step = saved_generation.sampled_at_step
         self.buffer.sampler_is_older = saved_generation.sampler_is_older

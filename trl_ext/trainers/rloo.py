@@ -19,7 +19,7 @@ from ..compat import sampled as internals
 from ..compat.overrides import PASS
 from ..config import AddedGroupFields
 from ..config import RLOOConfig as RLOOConfig  # `training_args.bin` files refer to it here
-from ..planning.batch_keys import prompt_of, with_routes_on_host
+from ..planning.batch_keys import prompt_of
 from ..planning.loss_inputs import RLOOLossInputs, not_finite_in
 from ..planning.micro_batches import StepRows
 from ..planning.rloo import RLOOFacts, RLOOPlan, plan_rloo
@@ -117,10 +117,7 @@ class RLOOTrainer(ExactTrainer, trl.RLOOTrainer):
     def _resumed(self, state: Any) -> None:
         folder = self._checkpoints.resumes_from
         if folder is not None and not self._checkpoints.is_finished:
-            saved_generation = self._generation_checkpoints.read(folder, self._routes.schedule())
-            if saved_generation is not None and saved_generation.slices is not None:
-                slices = [with_routes_on_host(batch) for batch in saved_generation.slices]
-                self._buffer.continue_at(saved_generation.micro_batch, slices)
+            self._generation_checkpoints.read(folder, self._routes.schedule())
 
     def _get_train_sampler(self, *positional: Any, **keywords: Any) -> Any:
         self._buffer.sampler = super()._get_train_sampler(*positional, **keywords)

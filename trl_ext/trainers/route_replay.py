@@ -70,6 +70,10 @@ class RouteReplay:
             return "with `trust_sampling_log_probs`, the old policy has no pass. Remove one of the two"
         if getattr(trainer, "tools", None) or getattr(trainer, "environment_factories", None) is not None:
             return "completions with tools are sampled in several turns. Call tools in a `rollout_func`"
+        if any(config.is_prompt_learning for config in getattr(trainer.model, "peft_config", {}).values()):
+            return "the adapter adds virtual tokens to each row. Use another kind of adapter"
+        if trainer.args.torch_compile:
+            return "routers are not seen in compiled code. Set `torch_compile=False`"
         if getattr(trainer, "_is_vlm", False):
             return "models of images are not supported. Train a text model"
         if getattr(added, "generation_lag", 0) or getattr(added, "sample_ahead", None):
