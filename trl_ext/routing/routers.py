@@ -6,8 +6,8 @@ Dimensions: N tokens of a forward pass, L routers in the order in which they run
 """
 
 import re
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -78,6 +78,7 @@ class Routers:
         self.routers = routers
         self.experts = max(router.experts for router in routers)
         self.chosen = numbers[0]
+        self._layers = {module: layer for layer, router in enumerate(routers) for module in router.modules}
         self.differences = Differences()
 
     @classmethod
@@ -130,7 +131,7 @@ class Routers:
 
             return call
 
-        with self._forwards(recorded):
+        with self._forwards(self._layers, recorded):
             yield calls
 
     @contextmanager
@@ -148,15 +149,13 @@ class Routers:
             routes_LNk = routes_LNk.pin_memory()
         differences = self.differences if torch.is_grad_enabled() else None
 
-        @contextmanager
-        def routed(counted: Differences | None) -> Iterator[None]:
+        def routed(modules: Iterable[nn.Module], counted: Differences | None) -> AbstractContextManager[None]:
             def replayed(layer: int, forward: Callable[..., Any]) -> Callable[..., Any]:
                 return self._replayed(layer, forward, routes_LNk[layer], counted)
 
-            with self._forwards(replayed):
-                yield
+            return self._forwards(modules, replayed)
 
-        def keeps_routes(checkpoint: Callable[..., Any]) -> Callable[..., Any]:
+        def keeps_routes(module: nn.Module, checkpoint: Callable[..., Any]) -> Callable[..., Any]:
             def call(function: Callable[..., Any], *positional: Any, **keywords: Any) -> Any:
                 is_first_run = True
 
@@ -164,7 +163,7 @@ class Routers:
                     nonlocal is_first_run
                     counted = differences if is_first_run else None
                     is_first_run = False
-                    with routed(counted):
+                    with routed(module.modules(), counted):
                         return function(*inputs, **options)
 
                 return checkpoint(run, *positional, **keywords)
@@ -172,12 +171,12 @@ class Routers:
             return call
 
         with ExitStack() as stack:
-            stack.enter_context(routed(differences))
+            stack.enter_context(routed(self._layers, differences))
             for module in model.modules():
                 for name in _CHECKPOINT_FUNCTIONS:
                     checkpoint = vars(module).get(name)
                     if callable(checkpoint):
-                        stack.enter_context(_attribute(module, name, keeps_routes(checkpoint)))
+                        stack.enter_context(_attribute(module, name, keeps_routes(module, checkpoint)))
             yield
 
     def _replayed(
@@ -199,16 +198,20 @@ class Routers:
         return call
 
     @contextmanager
-    def _forwards(self, wrapped: Callable[[int, Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
-        """Replace the forward of each router by `wrapped(layer, forward)` in the `with` block."""
+    def _forwards(
+        self, modules: Iterable[nn.Module], wrapped: Callable[[int, Callable[..., Any]], Callable[..., Any]]
+    ) -> Iterator[None]:
+        """Replace the forward of the routers among `modules` by `wrapped(layer, forward)` in the `with` block."""
         with ExitStack() as stack:
-            for layer, router in enumerate(self.routers):
-                for module in router.modules:
-                    # Not the forward of a pass around this one, which a checkpoint may run again
-                    forward = getattr(module.forward, "router_forward", module.forward)
-                    call = wrapped(layer, forward)
-                    call.router_forward = forward  # type: ignore[attr-defined]
-                    stack.enter_context(_attribute(module, "forward", call))
+            for module in modules:
+                layer = self._layers.get(module)
+                if layer is None:
+                    continue
+                # Not the forward of a pass around this one, which a checkpoint may run again
+                forward = getattr(module.forward, "router_forward", module.forward)
+                call = wrapped(layer, forward)
+                call.router_forward = forward  # type: ignore[attr-defined]
+                stack.enter_context(_attribute(module, "forward", call))
             yield
 
 

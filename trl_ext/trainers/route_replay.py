@@ -65,7 +65,7 @@ class RouteReplay:
         if self.source == "sampler" and trainer.use_vllm and rollout_func is None:
             return "routes of vLLM are not read. Sample with transformers, or with a `rollout_func` that returns them"
         if self.source == "old_policy" and not hasattr(added, "trust_sampling_log_probs"):
-            return "RLOO has no iterations that could use the experts of the first. Choose 'sampler'"
+            return "the experts of RLOO's old policy are not recorded. Choose 'sampler'"
         if self.source == "old_policy" and added.trust_sampling_log_probs:
             return "with `trust_sampling_log_probs`, the old policy has no pass. Remove one of the two"
         if getattr(trainer, "tools", None) or getattr(trainer, "environment_factories", None) is not None:
