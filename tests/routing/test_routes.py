@@ -172,7 +172,7 @@ def test_columns_of_generate_become_routes_of_rows(dtype: torch.dtype) -> None:
         (prefill_NLk, RowsOfForward(torch.tensor([0, 1, 2]), torch.tensor([1, 0, 1]))),
         (step_NLk, RowsOfForward(torch.tensor([2]), torch.tensor([0]))),
     ]
-    routes_BSLk = routes_of_columns(*map(list, zip(*forwards, strict=True)), batch_size=3)
+    routes_BSLk = routes_of_columns(*map(list, zip(*forwards, strict=True)), prompts_shape=(3, 2))
     assert routes_BSLk.dtype == dtype
     assert routes_BSLk[..., 0, 0].tolist() == [[3, 4, unknown], [1, 2, unknown], [3, 4, 5]]
 
@@ -181,7 +181,8 @@ def test_columns_of_generate_become_routes_of_rows(dtype: torch.dtype) -> None:
 @given(st.data())
 def test_routes_of_columns_equal_their_definition(data: Any) -> None:
     batch_size, dtype = data.draw(st.integers(1, 5)), data.draw(dtypes)
-    columns_of_forwards = data.draw(st.lists(st.integers(1, 3), min_size=1, max_size=4))
+    prefill_columns = data.draw(st.lists(st.integers(1, 3), min_size=1, max_size=2))
+    columns_of_forwards = [*prefill_columns, *[1] * data.draw(st.integers(0, 3))]
     forwards, rows_of_forwards, expected = [], [], []
     for columns in columns_of_forwards:
         rows = data.draw(st.lists(st.integers(0, batch_size - 1), min_size=1, unique=True))
@@ -204,7 +205,7 @@ def test_routes_of_columns_equal_their_definition(data: Any) -> None:
                     ]
                 )
             )
-    routes_BSLk = routes_of_columns(forwards, rows_of_forwards, batch_size)
+    routes_BSLk = routes_of_columns(forwards, rows_of_forwards, (batch_size, sum(prefill_columns)))
     assert routes_BSLk.dtype == dtype
     assert torch.equal(routes_BSLk, torch.stack(expected, dim=1))
 
@@ -213,13 +214,20 @@ def test_all_rows_of_a_forward() -> None:
     rows_R, place_R = RowsOfForward.all(3)
     assert rows_R.tolist() == place_R.tolist() == [0, 1, 2]
     routes_NLk = torch.arange(12, dtype=torch.uint8).view(6, 1, 2)
-    assert torch.equal(routes_of_columns([routes_NLk], [RowsOfForward.all(3)], 3), routes_NLk.view(3, 2, 1, 2))
+    assert torch.equal(routes_of_columns([routes_NLk], [RowsOfForward.all(3)], (3, 2)), routes_NLk.view(3, 2, 1, 2))
 
 
 def test_forwards_without_rows_are_an_error() -> None:
     forward = torch.zeros(2, 1, 1, dtype=torch.uint8)
     with pytest.raises(RuntimeError, match="ran in 2 forward passes of `generate`, and the model in 1"):
-        routes_of_columns([forward, forward], [RowsOfForward.all(2)], 2)
+        routes_of_columns([forward, forward], [RowsOfForward.all(2)], (2, 1))
+
+
+@pytest.mark.parametrize("columns", [(3,), (2, 2), (2, 1, 3)], ids=["beams", "next", "no cache"])
+def test_tokens_that_run_again_are_an_error(columns: tuple[int, ...]) -> None:
+    forwards = [torch.zeros(2 * n, 1, 1, dtype=torch.uint8) for n in columns]
+    with pytest.raises(RuntimeError, match="runs tokens more than once"):
+        routes_of_columns(forwards, [RowsOfForward.all(2)] * len(columns), (2, 2))
 
 
 # The routes of rows

@@ -20,7 +20,7 @@ from .top_k import TopKCalls
 _CHECKPOINT_FUNCTIONS = ("_gradient_checkpointing_func", "checkpoint_fn")
 _CLASS_ENDINGS = ("router", "gate", "gating")
 # PEFT keeps a module and its trained copies in one wrapper. Which of them runs depends on the adapter
-_COPY = re.compile(r"\.(original_module|modules_to_save\.[^.]+)$")
+_COPY = re.compile(r"\.(original_module|modules_to_save\.[^.]+)(?=\.|$)")
 
 
 class UnknownRoutersError(Exception):
@@ -143,7 +143,11 @@ class Routers:
 
         Args:
             routes_NLk (`Tensor`): on the host, of `dtype`. Each router gets its own on its device when it runs.
+
+        Raises:
+            `RuntimeError`: a router did not run.
         """
+        layers_run: set[int] = set()
         routes_LNk = routes_NLk.transpose(0, 1).contiguous()
         if next(model.parameters()).is_cuda:
             routes_LNk = routes_LNk.pin_memory()
@@ -151,7 +155,7 @@ class Routers:
 
         def routed(modules: Iterable[nn.Module], counted: Differences | None) -> AbstractContextManager[None]:
             def replayed(layer: int, forward: Callable[..., Any]) -> Callable[..., Any]:
-                return self._replayed(layer, forward, routes_LNk[layer], counted)
+                return self._replayed(layer, forward, routes_LNk[layer], counted, layers_run)
 
             return self._forwards(modules, replayed)
 
@@ -178,9 +182,19 @@ class Routers:
                     if callable(checkpoint):
                         stack.enter_context(_attribute(module, name, keeps_routes(module, checkpoint)))
             yield
+        if len(layers_run) < len(self.routers):
+            raise RuntimeError(
+                f"`replay_routes`: only {len(layers_run)} of {len(self.routers)} routers ran, because modules of the "
+                "model were replaced or added after the trainer was built. Build the trainer last."
+            )
 
     def _replayed(
-        self, layer: int, forward: Callable[..., Any], routes_Nk: Tensor, differences: Differences | None
+        self,
+        layer: int,
+        forward: Callable[..., Any],
+        routes_Nk: Tensor,
+        differences: Differences | None,
+        layers_run: set[int],
     ) -> Callable[..., Any]:
         router = self.routers[layer]
 
@@ -191,6 +205,7 @@ class Routers:
             with TopKCalls(router.call, answer_Nk) as top_k:
                 outputs = forward(*positional, **keywords)
             assert top_k.indices is not None
+            layers_run.add(layer)
             if differences is not None:
                 differences.add(top_k.indices.reshape(answer_Nk.shape), answer_Nk)
             return outputs

@@ -29,24 +29,34 @@ class RowsOfForward(NamedTuple):
         return cls(torch.arange(rows), torch.arange(rows))
 
 
-def routes_of_columns(forwards: list[Tensor], rows_of_forwards: list[RowsOfForward], batch_size: int) -> Tensor:
+def routes_of_columns(
+    forwards: list[Tensor], rows_of_forwards: list[RowsOfForward], prompts_shape: tuple[int, int]
+) -> Tensor:
     """Return the routes of the columns that `generate` has run, `(B, S, L, k)`; they stay unknown in other rows.
 
     Args:
         forwards (`list[Tensor]`): the routes that each forward pass chose, `(N, L, k)`.
+        prompts_shape (`tuple[int, int]`): `(B, P)`.
 
     Raises:
-        `RuntimeError`: the model ran other forward passes.
+        `RuntimeError`: the model ran other forward passes than those over the prompts, and one over each next column.
     """
+    batch_size, prompt_width = prompts_shape
     if len(forwards) != len(rows_of_forwards):
         raise RuntimeError(
             f"`replay_routes`: the routers ran in {len(forwards)} forward passes of `generate`, and the model in "
             f"{len(rows_of_forwards)}."
         )
-    columns = []
+    columns: list[Tensor] = []
     for device_routes_NLk, (rows_R, place_R) in zip(forwards, rows_of_forwards, strict=True):
         routes_NLk = device_routes_NLk.cpu()
         routes_rCLk = routes_NLk.unflatten(0, (int(place_R.max()) + 1, -1))
+        done = sum(x.size(1) for x in columns)
+        if routes_rCLk.size(1) > max(1, prompt_width - done):
+            raise RuntimeError(
+                "`replay_routes`: `generate` runs tokens more than once. Look in `model.generation_config` for beam "
+                "search (`num_beams`) or `use_cache=False`, and remove it."
+            )
         shape = (batch_size, *routes_rCLk.shape[1:])
         routes_BCLk = routes_NLk.new_full(shape, unknown_in(routes_NLk.dtype))
         routes_BCLk[rows_R.cpu()] = routes_rCLk[place_R.cpu()]

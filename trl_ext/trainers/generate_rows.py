@@ -106,12 +106,13 @@ class FewerRows:
     def run_turn(self, single_turn: Callable[..., Any], *positional: Any, **keywords: Any) -> Any:
         """Run TRL's `single_turn` with fewer rows in the model."""
         facts = self.facts()
-        if facts.keeps_log_probs:
-            return self.continuous.run_turn(single_turn, *positional, **keywords)
-        if facts.sampler != GENERATE:
-            return single_turn(*positional, **keywords)
-        with self._generating():
-            output = single_turn(*positional, **keywords)
+        with _without_router_logits(self.trainer.model):
+            if facts.keeps_log_probs:
+                return self.continuous.run_turn(single_turn, *positional, **keywords)
+            if facts.sampler != GENERATE:
+                return single_turn(*positional, **keywords)
+            with self._generating():
+                output = single_turn(*positional, **keywords)
         if self.routes is not None:
             completion_ids = output[0] if isinstance(output, tuple) else output  # GRPO's also returns log-probs
             self.routes.end_turn(positional[0], completion_ids)
@@ -131,7 +132,7 @@ class FewerRows:
                 return self._generate_all_rows(run, *positional, **keywords)
             return self._generate(run, keywords)
 
-        with replaced(trainer.model, generate=generate), _without_router_logits(trainer.model):
+        with replaced(trainer.model, generate=generate):
             yield
 
     @contextmanager

@@ -47,8 +47,8 @@ class SampledRoutes:
         """
         with self._routers().recording() as calls:
             yield
-        self._columns_BSLk = routes_of_columns(by_forward(calls), forwards, len(input_ids))
-        self._prompt_width = input_ids.size(1)
+        batch_size, self._prompt_width = input_ids.shape
+        self._columns_BSLk = routes_of_columns(by_forward(calls), forwards, (batch_size, self._prompt_width))
 
     def end_turn(self, prompt_ids: list[list[int]], completion_ids: list[list[int]]) -> None:
         """Note which of the columns that `generate` ran are the tokens of each row."""
