@@ -5,6 +5,7 @@ The methods of TRL's trainer that only SFT overrides are here; the others are in
 
 import copy
 import dataclasses
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -24,6 +25,7 @@ from ..checks.tokens import (
     has_label,
     refuse_unlabeled,
 )
+from ..compat import sft as internals
 from ..config import AddedFields
 from ..config import SFTConfig as SFTConfig  # `training_args.bin` files refer to it here
 from ..losses.loss_types import sft_loss_type
@@ -50,6 +52,7 @@ class SFTTrainer(ExactTrainer, trl.SFTTrainer):
         self._makes_labels = arguments.get("data_collator") is not None
         if config is not None:
             check_sft_arguments(config, own_loss=self._replaces("loss"))
+        self._scorer.smoothed = bool(getattr(config, "label_smoothing_factor", 0.0))
         if self._packed_by_trl(config):
             self._scorer.options.padding_free = None  # TRL's packing implies it
         return {}
@@ -121,7 +124,8 @@ class SFTTrainer(ExactTrainer, trl.SFTTrainer):
         """Return the argument for which TRL's loss reads the logits, rounded as in TRL; `None` if there is none."""
         if self.compute_loss_func is not None:
             return "`compute_loss_func`"
-        if self.label_smoother is not None and sft_loss_type(self.args.loss_type).smooths_labels:
+        smooths_labels = self.label_smoother is not None and sft_loss_type(self.args.loss_type).smooths_labels
+        if smooths_labels and not internals.smooths_labels(self):
             return f"`label_smoothing_factor={self.args.label_smoothing_factor}`"
         return None
 
@@ -155,14 +159,21 @@ class SFTTrainer(ExactTrainer, trl.SFTTrainer):
         with (
             self._policy_scored(self._users_loss, return_outputs=return_outputs),
             self._non_finite.recorded(model) as policy_forwards,
+            self._smoothed(model, inputs) as trl_model,
         ):
-            loss = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+            loss = super().compute_loss(trl_model, inputs, return_outputs, num_items_in_batch)
 
         def rows() -> dict[int, list[str]] | None:
-            if not policy_forwards:  # a loss of the user, or a smoothed one, has scored the policy without our head
+            if not policy_forwards:  # a loss of the user has scored the policy without our head
                 return None
             return not_finite_rows({"policy": policy_forwards[0]}, inputs["labels"][:, 1:] != -100)
 
         self._non_finite.watch(loss, rows, lambda row: inputs["input_ids"][row].tolist())
         self._count_tokens()
         return loss
+
+    def _smoothed(self, model: Any, batch: dict[str, Any]) -> AbstractContextManager[Any]:
+        """Return a context with the model for TRL's loss. If the loss smooths labels, the model runs once, not twice."""
+        if self._users_loss is not None or not internals.smooths_labels(self):
+            return nullcontext(model)
+        return internals.smoothed_by_head(self, model, batch["labels"])
