@@ -36,6 +36,12 @@ def _sft() -> Iterator[Case]:
     yield _case("sft", "padding_free", padding_free=True, max_length=None)
     yield _case("sft", "whole-rows", completion_only_loss=False)
     yield _case("sft", "label_smoothing", label_smoothing_factor=0.1)
+    smoothed = {"label_smoothing_factor": 0.3, "gradient_accumulation_steps": 2}
+    yield _case("sft", "label_smoothing-experts", "full", "experts", **smoothed)
+    yield _case("sft", "label_smoothing-softcap", "lora", "softcap", **smoothed, fast=False)
+    yield _case("sft", "label_smoothing-mean", "lora", average_tokens_across_devices=False, **smoothed, fast=False)
+    yield _case("sft", "label_smoothing-evaluation", label_smoothing_factor=0.1, **_EVALUATION)
+    yield _case("sft", "label_smoothing-packing", packing=True, max_length=24, **smoothed, fast=False)
     yield _case("sft", "label_smoothing-dft", label_smoothing_factor=0.1, loss_type="dft", fast=False)
     yield _case("sft", "accumulation", "lora", gradient_accumulation_steps=3, per_device_train_batch_size=2)
     yield _case("sft", "accumulation-mean", gradient_accumulation_steps=2, average_tokens_across_devices=False)

@@ -14,6 +14,7 @@ from drop_in_cases import Case
 from other_drop_in_cases import CASES, KTO_LOSSES, SFT_LOSSES
 from run_losses import Record, Trainers, build, train
 from tiny import Workshop, prompts
+from token_counts import counted, total
 from training_comparison import assert_same
 
 STOCK, OURS = Trainers.of(trl), Trainers.of(trl_ext)
@@ -72,6 +73,29 @@ def test_the_plan_of_sft_speaks_of_rows_and_of_its_own_fields(workshop: Workshop
     assert row("sft-nll-full", "packing") == "Padding is dropped, and leading tokens that rows share are computed once."
     assert "(`lora_dropout`, `attention_dropout`)" in row("sft-nll-lora", "packing", lora={"lora_dropout": 0.1})
     assert row("sft-label_smoothing", "policy") == row("sft-nll-full", "policy")
+
+
+@pytest.mark.filterwarnings("ignore:`label_smoothing_factor` is deprecated:FutureWarning")  # TRL's, of its argument
+def test_smoothed_labels_take_no_more_tokens(workshop: Workshop) -> None:
+    tokens = []
+    for factor in (0.0, 0.1):
+        case = replace(CASES["sft-nll-full"], config={"label_smoothing_factor": factor})
+        with counted() as counts:
+            train(case, OURS, workshop)
+        tokens.append((total(counts.with_gradient), total(counts.without)))
+    assert tokens[0] == tokens[1]
+
+
+@pytest.mark.filterwarnings("ignore:`label_smoothing_factor` is deprecated:FutureWarning")  # TRL's, of its argument
+@pytest.mark.filterwarnings("ignore:.return_outputs=True.:FutureWarning")  # TRL's, of logits for metrics
+def test_metrics_of_the_user_get_logits_with_smoothed_labels(workshop: Workshop, tmp_path: Path) -> None:
+    evaluates = {"label_smoothing_factor": 0.1, "eval_strategy": "steps", "eval_steps": 1}
+    case = replace(CASES["sft-evaluation"], config={**CASES["sft-evaluation"].config, **evaluates})
+    trainer = build(case, OURS, workshop, str(tmp_path), Record())
+    trainer.compute_metrics = lambda seen: {"classes": seen.predictions.shape[-1]}
+    trainer.train()
+    vocabulary = trainer.model.config.vocab_size
+    assert {log["eval_classes"] for log in trainer.state.log_history if "eval_classes" in log} == {vocabulary}
 
 
 @pytest.mark.parametrize("beta", [0.05, 0.0])

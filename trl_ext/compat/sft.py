@@ -5,7 +5,6 @@ from contextlib import contextmanager
 from typing import Any, Protocol
 
 from torch import Tensor
-from transformers.trainer_pt_utils import LabelSmoother
 
 from .replaced import replaced
 
@@ -20,8 +19,8 @@ class SmoothingInternals(Protocol):
 
 def smooths_labels(trainer: SmoothingInternals) -> bool:
     """Return whether TRL's loss would smooth labels with all logits of transformers' `LabelSmoother`."""
-    is_default = type(trainer.label_smoother) is LabelSmoother and trainer.compute_loss_func is None
-    return is_default and trainer.args.loss_type == "nll"
+    is_transformers = type(trainer.label_smoother).__module__.startswith("transformers.")  # not one of the user
+    return is_transformers and trainer.compute_loss_func is None and trainer.args.loss_type == "nll"
 
 
 @contextmanager

@@ -125,7 +125,7 @@ class SFTTrainer(ExactTrainer, trl.SFTTrainer):
         if self.compute_loss_func is not None:
             return "`compute_loss_func`"
         smooths_labels = self.label_smoother is not None and sft_loss_type(self.args.loss_type).smooths_labels
-        if smooths_labels and not internals.smooths_labels(self):
+        if smooths_labels and not self._smooths_with_head:
             return f"`label_smoothing_factor={self.args.label_smoothing_factor}`"
         return None
 
@@ -172,8 +172,12 @@ class SFTTrainer(ExactTrainer, trl.SFTTrainer):
         self._count_tokens()
         return loss
 
+    @property
+    def _smooths_with_head(self) -> bool:
+        return self._users_loss is None and internals.smooths_labels(self)
+
     def _smoothed(self, model: Any, batch: dict[str, Any]) -> AbstractContextManager[Any]:
-        """Return a context with the model for TRL's loss. If the loss smooths labels, the model runs once, not twice."""
-        if self._users_loss is not None or not internals.smooths_labels(self):
+        """Return a context with the model for TRL's loss, which runs it once if it smooths labels, not twice."""
+        if not self._smooths_with_head:
             return nullcontext(model)
         return internals.smoothed_by_head(self, model, batch["labels"])
