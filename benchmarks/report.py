@@ -181,6 +181,18 @@ def _step(run: Run) -> list[str]:
     return [f"`{run.benchmark}`", *times, ratio, number(tokens, ".2f"), " → ".join(peaks)]
 
 
+def mismatch_section(runs: list[Run]) -> list[str]:
+    """Return the section on router replay: the mismatch KL with the sampler, without and with replay."""
+    rows = []
+    for run in runs:
+        own, replayed = (run.lines[subject]["mismatch_kl"] for subject in ("own", "replayed"))
+        differing = f"{run.lines['own']['differing']:.1%}".replace("%", " %")
+        values = [number(own, ".1e"), number(replayed, ".1e"), number(own / replayed, ".1f"), differing]
+        rows.append([f"`{run.benchmark}`", *values])
+    header = ["run", "mismatch KL, own experts", "replayed", "ratio", "choices that differ"]
+    return ["#### Router replay in a small mixture of experts in bf16", table(header, rows)]
+
+
 def longest_section(runs: list[Run]) -> list[str]:
     rows = [
         [
@@ -234,12 +246,15 @@ def sections(runs: list[Run]) -> str:
         longest = [run for run in here if "longest" in run.benchmark]
         curves = [run for run in here if "curve" in run.benchmark]
         real = [run for run in here if run.benchmark.startswith("real_")]
-        timed = [run for run in here if run not in (*head, *longest, *curves, *real) and len(run.lines) == 2]
+        mismatches = [run for run in here if "mismatch" in run.benchmark]
+        others = (*head, *longest, *curves, *real, *mismatches)
+        timed = [run for run in here if run not in others and len(run.lines) == 2]
         text += [f"### {device}", origins(here)]
         if head:
             text += head_section(head, slug(device))
         text += real_section(real) if real else []
         text += steps_section(timed) if timed else []
+        text += mismatch_section(mismatches) if mismatches else []
         text += longest_section(longest) if longest else []
         text += curves_section(curves) if curves else []
     return "\n\n".join(text) or NONE

@@ -95,8 +95,12 @@ def mismatch(name: str, seed: int, shape: Shape, fp32_head: bool, _: float) -> l
         log = trainer.state.log_history[0]
     values = {"own": log["routes/mismatch_kl_without"], "replayed": log["sampling/mismatch_kl"]}
     run = results.new_run()
-    sizes = {**sizes_of(shape), "seed": seed, "cast_lm_head_to_fp32": fp32_head, "differing": log["routes/differing"]}
-    return [line_of(name, sizes, x, run, []) | {"tokens": 0.0, "mismatch_kl": values[x]} for x in values]
+    sizes = {**sizes_of(shape), "seed": seed, "cast_lm_head_to_fp32": fp32_head}
+    differing = log["routes/differing"]
+    return [
+        line_of(name, sizes, subject, run, []) | {"tokens": 0.0, "mismatch_kl": value, "differing": differing}
+        for subject, value in values.items()
+    ]
 
 
 def time_of_step(name: str, shape: Shape, _: float) -> list[Line]:
