@@ -247,8 +247,8 @@ def sections(runs: list[Run]) -> str:
         curves = [run for run in here if "curve" in run.benchmark]
         real = [run for run in here if run.benchmark.startswith("real_")]
         mismatches = [run for run in here if "mismatch" in run.benchmark]
-        others = (*head, *longest, *curves, *real, *mismatches)
-        timed = [run for run in here if run not in others and len(run.lines) == 2]
+        untimed = (*head, *longest, *curves, *real, *mismatches)
+        timed = [run for run in here if run not in untimed and len(run.lines) == 2]
         text += [f"### {device}", origins(here)]
         if head:
             text += head_section(head, slug(device))

@@ -145,6 +145,21 @@ def test_the_performance_page_has_the_gain_of_sampling_ahead() -> None:
     assert f"the ratio is {in_thread:.2f} in a thread and {in_process:.2f} in another process." in page
 
 
+def test_the_page_on_exactness_has_the_gain_of_router_replay() -> None:
+    gains = []
+    for head in ("", "_fp32_head"):
+        runs = [CPU[f"grpo_routes_mismatch{head}_{seed}"] for seed in range(5)]
+        own, replayed = (sum(run.lines[x]["mismatch_kl"] for run in runs) for x in ("own", "replayed"))
+        gains.append(f"{own / replayed:.1f}")
+        differing = f"{sum(run.lines['own']['differing'] for run in runs) / len(runs):.0%}".replace("%", " %")
+        assert f"would choose other experts in {differing} of the cases." in prose("docs/exactness.md")
+    claim = (
+        f"Replay makes the mismatch with the sampler {gains[0]} times smaller, with `cast_lm_head_to_fp32=True` "
+        f"{gains[1]} times. A step takes {CPU['grpo_routes_step'].over('replayed', 'own'):.2f} times as long."
+    )
+    assert claim in prose("docs/exactness.md")
+
+
 def test_the_performance_page_says_what_packing_costs_where_it_saves_nothing() -> None:
     costs = [run.over("packed", "padded") for name, run in H200.items() if name.startswith("packing_nothing_to_share")]
     assert len(costs) == 4

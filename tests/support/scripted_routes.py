@@ -53,13 +53,13 @@ def make_trainer(kind: str, folder: Path, model: str, **options: Any) -> Any:
     config_class = getattr(trl_ext, f"{kind}Config")
     fields = config_class.__dataclass_fields__
     config = {**_SHORT, "output_dir": str(folder), **{name: x for name, x in options.items() if name in fields}}
-    others = {name: x for name, x in options.items() if name not in fields}
+    of_trainer = {name: x for name, x in options.items() if name not in fields}
     arguments = {
         "model": model,
         "reward_funcs": reward,
         "train_dataset": prompts(8, seed=1),
         "processing_class": word_tokenizer(),
-        **others,
+        **of_trainer,
     }
     trainer_class = arguments.pop("trainer_class", getattr(trl_ext, f"{kind}Trainer"))
     return trainer_class(args=config_class(**config), **arguments)

@@ -12,6 +12,7 @@ import torch
 from datasets import Dataset
 from peft import PrefixTuningConfig
 from test_continuous_batching import BATCHING
+from torch.distributed.utils import _to_kwargs
 from transformers import AutoModelForCausalLM
 
 import trl_ext
@@ -28,6 +29,7 @@ from scripted_routes import (
 )
 from tiny import V_WORDS, Workshop, lora_config, word_tokenizer
 from trl_ext.planning.batch_keys import PROMPT_ROUTES, ROUTE_KEYS
+from trl_ext.routing.routes import HostRoutes
 from watched_routes import RouterCall, own_routes, watch_routes
 
 KINDS = ("GRPO", "RLOO")
@@ -469,6 +471,16 @@ ROLLOUTS: dict[str, tuple[Any, str]] = {
         lambda output: output.update(routed_experts=[x[:, :1] for x in output["routed_experts"]]),
         "the model has 2 routers, each of which chooses 2 experts",
     ),
+    "None": (lambda output: output.update(routed_experts=None), "returned no `routed_experts`"),
+    "ragged": (lambda output: output.update(routed_experts=[[[[1, 2]], [[1]]]] * 8), "of shape ()"),
+    "bf16": (
+        lambda output: output.update(routed_experts=[x.bfloat16() for x in output["routed_experts"]]),
+        "dtype float32",
+    ),
+    "expert twice": (
+        lambda output: output.update(routed_experts=[x * 0 for x in output["routed_experts"]]),
+        "with an expert twice",
+    ),
     "floats": (
         lambda output: output.update(routed_experts=[x.float() for x in output["routed_experts"]]),
         "dtype float32",
@@ -517,7 +529,9 @@ def test_reward_functions_do_not_get_the_routes(mixture: str, tmp_path: Path) ->
     assert not any("rout" in name for name in columns)
 
 
-@pytest.mark.parametrize("change", [{"use_cache": False}, {"num_beams": 2}], ids=["no cache", "beams"])
+@pytest.mark.parametrize(
+    "change", [{"use_cache": False}, {"num_beams": 2}, {"guidance_scale": 1.5}], ids=["no cache", "beams", "guidance"]
+)
 def test_a_generation_config_of_the_model_that_runs_tokens_again_is_one_error(
     change: dict[str, Any], mixture: str, tmp_path: Path
 ) -> None:
@@ -533,6 +547,32 @@ def test_routers_that_came_after_the_trainer_are_one_error(mixture: str, tmp_pat
     layer.mlp.gate = copy.deepcopy(layer.mlp.gate)
     with pytest.raises(RuntimeError, match="only 1 of 2 routers ran"):
         trainer.train()
+
+
+def test_a_reward_that_scores_other_rows_and_then_fails_leaves_no_routes(mixture: str, tmp_path: Path) -> None:
+    class Scores(trl_ext.RLOOTrainer):
+        def _calculate_rewards(self, *positional: Any, **keywords: Any) -> Any:
+            ids = torch.full((2, 6), 5)
+            log_probs = self._get_per_token_logps_and_entropies(self.model, ids, torch.ones_like(ids), 3)[0]
+            assert log_probs.shape == (2, 3)
+            if self.state.global_step:
+                raise RuntimeError("no reward")
+            return super()._calculate_rewards(*positional, **keywords)
+
+    options = {"replay_routes": "sampler", "trainer_class": Scores, "max_steps": 2}
+    trainer = make_trainer("RLOO", tmp_path, mixture, **options)
+    with pytest.raises(RuntimeError, match="no reward"):
+        trainer.train()
+    assert trainer.state.global_step == 1
+    assert trainer._routes.sampled.rows is None
+
+
+def test_engines_leave_the_routes_on_the_host() -> None:
+    """DDP and FSDP2 move the tensors that a model gets to its device, as torch's `_to_kwargs` does."""
+    tensors = {"input_ids": torch.zeros(1), "routes": HostRoutes(torch.zeros(1, 2, 3, 4))}
+    (_,), (moved,) = _to_kwargs((), tensors, torch.device("meta"), False)
+    assert moved["input_ids"].device.type == "meta"
+    assert moved["routes"].routes_BSLk.device.type == "cpu"
 
 
 # Found on the way

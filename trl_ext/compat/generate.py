@@ -39,10 +39,19 @@ class GenerateRows:
         looks_for_state (`bool`): whether to look for tensors that modules keep outside the cache.
         earlier_turn (`EarlierTurn`, *optional*): has the keys and values of the turn before, and gets those of this
             call.
+        lists_rows (`bool`): whether to list the rows of each forward pass.
     """
 
-    def __init__(self, model: Any, *, looks_for_state: bool, earlier_turn: EarlierTurn | None = None) -> None:
+    def __init__(
+        self,
+        model: Any,
+        *,
+        looks_for_state: bool,
+        earlier_turn: EarlierTurn | None = None,
+        lists_rows: bool = False,
+    ) -> None:
         self.model = model
+        self.lists_rows = lists_rows
         self.looks_for_state = looks_for_state
         self.earlier_turn = earlier_turn
         self.tokens = 0  # that the model has run
@@ -50,7 +59,7 @@ class GenerateRows:
         # "shared": a prompt ran for several rows; "dropped": a finished row left; "continued": a row of the last step
         # began from the cache of an earlier turn
         self.saved: set[str] = set()
-        self.forwards: list[RowsOfForward] = []
+        self.forwards: list[RowsOfForward] = []  # if it lists rows
         self._last_step: tuple[Tensor, Tensor] | None = None  # rows of the batch, and their logits `(R, 1, V)`
         self._distinct_B: Tensor | None = None  # the index of each row's prompt among the distinct ones
         self._padding_B: Tensor | None = None  # columns of padding on the left of each row
@@ -83,9 +92,9 @@ class GenerateRows:
         @wraps(run_forward)  # `generate` reads its signature
         def forward(*positional: Any, **inputs: Any) -> Any:
             if self._is_prefill:
-                assert self._distinct_B is not None
-                all_rows_B = torch.arange(len(self._distinct_B))
-                self.forwards.append(RowsOfForward(all_rows_B, self._distinct_B))
+                if self.lists_rows:
+                    assert self._distinct_B is not None
+                    self.forwards.append(RowsOfForward(torch.arange(len(self._distinct_B)), self._distinct_B))
                 return run_forward(*positional, **inputs)
             return self._decode(run_forward, *positional, **inputs)
 
@@ -177,7 +186,8 @@ class GenerateRows:
         rows_R = self._rows_R
         if rows_R is None:
             rows_R = torch.arange(batch_size, device=inputs["input_ids"].device)
-        self.forwards.append(RowsOfForward(rows_R, torch.arange(len(rows_R))))
+        if self.lists_rows:
+            self.forwards.append(RowsOfForward(rows_R, torch.arange(len(rows_R))))
         row_inputs = _inputs_of_rows(inputs, rows_R, batch_size)
         self.tokens += row_inputs["input_ids"].numel()
         outputs = run_forward(**row_inputs)

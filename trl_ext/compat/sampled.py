@@ -149,6 +149,7 @@ class SampledInternals(Protocol):
     current_gradient_accumulation_steps: int
     _tokenizer: Any
     _ranks: Any  # ours
+    _routes: Any  # ours
     _phase_times: Any  # ours
     use_vllm: bool
     vllm_mode: str
@@ -315,7 +316,9 @@ class Generation:
 
         def calculate_rewards(*positional: Any, **keywords: Any) -> torch.Tensor:
             timed = trainer._phase_times.measured("rewards")
-            with timed, replaced(trainer, **{PASS: run_pass}), self._checked_rewards():
+            # A pass of the user may score other rows
+            without_routes = trainer._routes.switched_off()
+            with timed, without_routes, replaced(trainer, **{PASS: run_pass}), self._checked_rewards():
                 self.rewards = trl_calculate_rewards(*positional, **keywords)
             return self.rewards
 
@@ -341,8 +344,12 @@ class Generation:
         members |= {"_generate": generate, "_calculate_rewards": calculate_rewards}
         # Without it, no adapter is the reference
         names = {} if trainer._features.why_off("adapters") else {"use_adapter": use_adapter}
-        with names_replaced(self.trainer_class, **names), replaced(trainer, **members):
-            return next_of(trainer)._generate_and_score_completions(inputs)
+        try:
+            with names_replaced(self.trainer_class, **names), replaced(trainer, **members):
+                return next_of(trainer)._generate_and_score_completions(inputs)
+        except BaseException:
+            trainer._routes.drop_sampled()
+            raise
 
     def _checked_rewards(self) -> AbstractContextManager[None]:
         if overrides(self.trainer, "_calculate_rewards") is not None:  # it may call the functions in another way

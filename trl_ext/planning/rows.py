@@ -58,18 +58,18 @@ class ScoredTokens:
         model: Callable[..., Any],
         outputs: tuple[str, ...],
         sampling_mask: tuple[Tensor, ...] = (),
-        routes_BSLk: Tensor | None = None,
+        routes: Any = None,
     ) -> Callable[..., Any]:
         """Return a function that calls `model(..., labels=labels)` to compute `outputs` for these tokens only.
 
         Call it with the R rows, all at once or in successive chunks of r rows, as TRL's pass does with `batch_size`.
-        `sampling_mask` are the entries `SAMPLING_MASK_KEYS` of the batch, if it has them, and `routes_BSLk` its routes.
+        `sampling_mask` are the entries `SAMPLING_MASK_KEYS` of the batch, `routes` its `HostRoutes`, if it has them.
         """
         unscored_RC = self.unscored_BC
         if not self.all_rows_run:
             unscored_RC = unscored_RC[self.rows_R]
             sampling_mask = tuple(values_BX[self.rows_R] for values_BX in sampling_mask)
-            routes_BSLk = None if routes_BSLk is None else routes_BSLk[self.rows_R.to(routes_BSLk.device)]
+            routes = None if routes is None else routes[self.rows_R]
         start = 0
 
         def score_chunk(*positional: Any, labels: Tensor, **model_inputs: Any) -> Any:
@@ -78,8 +78,8 @@ class ScoredTokens:
             start = chunk.stop
             if sampling_mask:
                 model_inputs["sampling_mask"] = tuple(values_RX[chunk] for values_RX in sampling_mask)
-            if routes_BSLk is not None:
-                model_inputs["routes"] = routes_BSLk[chunk]
+            if routes is not None:
+                model_inputs["routes"] = routes[chunk]
             # Labels cover the positions of prompt and completion; no token of a prompt is scored
             unscored_rC = unscored_RC[chunk]
             unscored_rS = pad(unscored_rC, (labels.size(1) - unscored_rC.size(1), 0), value=True)

@@ -55,7 +55,7 @@ class Differences:
         lists = self.differing, self.replayed
         self.replayed = []
         self.differing = []
-        differing, replayed = (float(sum(x.double().cpu() for x in counts)) for counts in lists)
+        differing, replayed = (float(sum(x.to(counts[0].device) for x in counts)) for counts in lists)
         return differing, replayed
 
 
@@ -88,14 +88,18 @@ class Routers:
         Raises:
             `UnknownRoutersError`: a router chooses experts in another way.
         """
-        found: dict[nn.Module, Router] = {}
+        routers: dict[nn.Module, Router] = {}
         candidates = _candidates(model)
 
         def watched(module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
             def call(*positional: Any, **keywords: Any) -> Any:
                 with TopKCalls() as top_k:
                     outputs = forward(*positional, **keywords)
-                found[module] = _router_of(module, candidates, top_k, outputs)
+                if not top_k.calls and not type(module).__name__.lower().endswith("router"):
+                    return outputs  # a gate of another kind
+                if module in routers:
+                    raise UnknownRoutersError(f"its `{type(module).__name__}` runs several times in a forward pass")
+                routers[module] = _router_of(module, candidates, top_k, outputs)
                 return outputs
 
             return call
@@ -104,7 +108,7 @@ class Routers:
             for module in candidates:
                 stack.enter_context(_attribute(module, "forward", watched(module, module.forward)))
             run()
-        return cls(list(found.values()))
+        return cls(list(routers.values()))
 
     @property
     def dtype(self) -> torch.dtype:
@@ -242,11 +246,19 @@ def by_forward(calls: list[list[Tensor]]) -> list[Tensor]:
         `RuntimeError`: a router did not run once in each forward pass.
     """
     counts = {len(of_router) for of_router in calls}
+    if counts == {0}:
+        raise RuntimeError(
+            "`replay_routes`: no router ran, because modules of the model were replaced or added after the trainer was "
+            "built. Build the trainer last."
+        )
     if len(counts) > 1:
         raise RuntimeError(
             f"`replay_routes`: the model's routers ran {sorted(counts)} times, and must run equally often."
         )
-    return [torch.stack(of_forward, dim=1) for of_forward in zip(*calls, strict=True)]
+    return [
+        torch.stack([routes_Nk.to(of_forward[0].device) for routes_Nk in of_forward], dim=1)
+        for of_forward in zip(*calls, strict=True)
+    ]
 
 
 def _candidates(model: nn.Module) -> dict[nn.Module, str]:

@@ -7,12 +7,17 @@ Dimensions: B rows, S columns, N tokens of a forward pass, T packed tokens, L ro
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from .routers import unknown_in
+
+RUNS_AGAIN = (
+    "`replay_routes`: `generate` runs tokens more than once. Look in `model.generation_config` for beam search "
+    "(`num_beams`), `guidance_scale` or `use_cache=False`, and remove it."
+)
 
 
 class RowsOfForward(NamedTuple):
@@ -53,10 +58,7 @@ def routes_of_columns(
         routes_rCLk = routes_NLk.unflatten(0, (int(place_R.max()) + 1, -1))
         done = sum(x.size(1) for x in columns)
         if routes_rCLk.size(1) > max(1, prompt_width - done):
-            raise RuntimeError(
-                "`replay_routes`: `generate` runs tokens more than once. Look in `model.generation_config` for beam "
-                "search (`num_beams`) or `use_cache=False`, and remove it."
-            )
+            raise RuntimeError(RUNS_AGAIN)
         shape = (batch_size, *routes_rCLk.shape[1:])
         routes_BCLk = routes_NLk.new_full(shape, unknown_in(routes_NLk.dtype))
         routes_BCLk[rows_R.cpu()] = routes_rCLk[place_R.cpu()]
@@ -90,6 +92,22 @@ def padded(rows: list[Tensor], width: int, *, pads_left: bool) -> Tensor:
         start = width - len(routes_WLk) if pads_left else 0
         routes_BWLk[row, start : start + len(routes_WLk)] = routes_WLk
     return routes_BWLk
+
+
+class HostRoutes:
+    """Routes of a batch as an argument of a model. DDP and FSDP2 move tensors to the device, but leave objects alone.
+
+    It is not a dataclass, whose fields FSDP moves too.
+
+    Args:
+        routes_BSLk (`Tensor`): on the host.
+    """
+
+    def __init__(self, routes_BSLk: Tensor) -> None:
+        self.routes_BSLk = routes_BSLk
+
+    def __getitem__(self, rows: Any) -> "HostRoutes":
+        return HostRoutes(self.routes_BSLk[rows.cpu() if isinstance(rows, Tensor) else rows])
 
 
 class PackedRow(Protocol):

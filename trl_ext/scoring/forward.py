@@ -37,7 +37,7 @@ from ..packing.randomness import (
 )
 from ..packing.support import backbone_of
 from ..routing.routers import Routers, by_forward
-from ..routing.routes import PackedRoutes, of_batch
+from ..routing.routes import HostRoutes, PackedRoutes, of_batch
 from .checks import check_adapter, check_head
 from .head import LinearHead, OpaqueHead, logit_transform, resolve_head, score_by_module
 from .model_check import ModelSample, difference_reason
@@ -160,7 +160,7 @@ class ScoringForward:
         num_items_in_batch: Tensor | int | None = None,
         head_outputs: tuple[str, ...] | None = None,
         sampling_mask: tuple[Tensor, Tensor] | None = None,
-        routes: Tensor | None = None,
+        routes: HostRoutes | None = None,
         **kwargs: Any,
     ) -> FusedCausalLMOutput:
         """Score the positions whose next-token label is not -100.
@@ -174,7 +174,7 @@ class ScoringForward:
             sampling_mask (`tuple[Tensor, Tensor]`, *optional*): with `labels`, the classes over which the last C tokens
                 of each row are normalised: ids `(B, K)`, one token after another, and how many each token has,
                 `(B, C)`. Tokens that have none are normalised over the vocabulary.
-            routes (`Tensor` of shape `(B, S, L, k)`, *optional*): on the host, the experts that the L routers use.
+            routes (`HostRoutes`, *optional*): the experts that the routers use.
 
         Raises:
             `ValueError`: neither `labels` nor `shift_labels` is given.
@@ -237,14 +237,14 @@ class ScoringForward:
 
     @contextmanager
     def _routed(
-        self, model: Any, labels_BS: Tensor, layout: Layout | None, routes_BSLk: Tensor | None
+        self, model: Any, labels_BS: Tensor, layout: Layout | None, routes: HostRoutes | None
     ) -> Iterator[None]:
         """Replay or record routes in the `with` block, which runs the backbone on the batch with these labels."""
         routers = self.routers
-        if routers is not None and routes_BSLk is not None:
-            routes_NLk = routes_BSLk.flatten(0, 1)
+        if routers is not None and routes is not None:
+            routes_NLk = routes.routes_BSLk.flatten(0, 1)
             if layout is not None:
-                packed_routes = PackedRoutes.of(routes_BSLk, layout)
+                packed_routes = PackedRoutes.of(routes.routes_BSLk, layout)
                 routes_NLk = packed_routes.routes_TLk
                 self.shared_routes += packed_routes.shared
                 self.conflicts += packed_routes.conflicts

@@ -115,7 +115,7 @@ class FewerRows:
                 output = single_turn(*positional, **keywords)
         if self.routes is not None:
             completion_ids = output[0] if isinstance(output, tuple) else output  # GRPO's also returns log-probs
-            self.routes.end_turn(positional[0], completion_ids)
+            self.routes.end_turn(positional[0], completion_ids, waits_for_ranks=self._forwards_together)
         return output
 
     @contextmanager
@@ -170,6 +170,7 @@ class FewerRows:
             base_of(self.trainer.model),
             looks_for_state="shared" in self._unchecked,
             earlier_turn=self._earlier_turn,
+            lists_rows=self.routes is not None,
         )
         checked_tokens = 0
         try:

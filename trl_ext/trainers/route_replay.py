@@ -19,7 +19,7 @@ from ..planning.batch_keys import COMPLETION_ROUTES, PROMPT_ROUTES, ROUTE_KEYS
 from ..planning.sampled import CONTINUOUS_BATCHING, GENERATE, GenerateFacts
 from ..reference.weights import base_of
 from ..routing.routers import Routers, UnknownRoutersError
-from ..routing.routes import padded
+from ..routing.routes import HostRoutes, padded
 from ..scoring.scorer import Scorer
 from .sampled_routes import SampledRoutes
 
@@ -130,6 +130,11 @@ class RouteReplay:
         internals.mode_metrics(self.trainer)["routes/unknown"].append(unknown_share)
         return entries
 
+    def drop_sampled(self) -> None:
+        """Forget the routes of a batch whose generation has failed."""
+        if self.sampled is not None:
+            self.sampled.rows = None
+
     def padding(self) -> dict[str, float]:
         """Return the fill values of the entries."""
         return dict.fromkeys(ROUTE_KEYS, self.routers.unknown) if self.source is not None else {}
@@ -140,8 +145,8 @@ class RouteReplay:
 
     # Passes
 
-    def of_pass(self, model: Any, batch: dict[str, Any]) -> Tensor | None:
-        """Return the routes `(B, S, L, k)` that a pass of `model` over `batch` uses, if any.
+    def of_pass(self, model: Any, batch: dict[str, Any]) -> HostRoutes | None:
+        """Return the routes that a pass of `model` over `batch` uses, if any.
 
         Raises:
             `RuntimeError`: code of the user has removed them.
@@ -156,7 +161,7 @@ class RouteReplay:
                 f'`replay_routes="sampler"` needs {" and ".join(map(repr, ROUTE_KEYS))} of a micro-batch, but they are '
                 f"gone: this trainer {self.trainer.plan.facts.batch_reader}. Pass every entry of the batch on."
             )
-        return torch.cat([batch[PROMPT_ROUTES], batch[COMPLETION_ROUTES]], dim=1)
+        return HostRoutes(torch.cat([batch[PROMPT_ROUTES], batch[COMPLETION_ROUTES]], dim=1))
 
     def while_sampling(self, model: Callable[..., Any], input_ids: Tensor, completion_width: int) -> Callable[..., Any]:
         """Return a function that runs `model` with the routes of the batch that is being sampled.
@@ -165,20 +170,20 @@ class RouteReplay:
             input_ids (`Tensor`): of TRL's pass over all rows, which calls the function with successive rows.
             completion_width (`int`): columns of completions in it.
         """
-        rows = None if self.sampled is None else self.sampled.rows
+        rows = None if self.sampled is None or self._is_off else self.sampled.rows
         if rows is None:
             return model
         prompt_width = input_ids.size(1) - completion_width
         prompt_routes = padded([row.prompt for row in rows], prompt_width, pads_left=True)
         completion_routes = padded([row.completion for row in rows], completion_width, pads_left=False)
-        chunks = torch.cat([prompt_routes, completion_routes], dim=1)
+        routes = HostRoutes(torch.cat([prompt_routes, completion_routes], dim=1))
         start = 0
 
         def score_chunk(*positional: Any, labels: Tensor, **model_inputs: Any) -> Any:
             nonlocal start
             chunk = slice(start, start + len(labels))
             start = chunk.stop
-            return model(*positional, labels=labels, routes=chunks[chunk], **model_inputs)
+            return model(*positional, labels=labels, routes=routes[chunk], **model_inputs)
 
         return score_chunk
 

@@ -95,9 +95,13 @@ class SampledPasses(Generic[Plan]):
             return
         if "sampling_per_token_logps" not in batch or trainer._buffer.sampled_at_step != step:
             return
+        if self._plan.facts.randomness is not None:  # one more pass would change the draws of training
+            return
         scored_tokens = self.tokens_to_score(batch)
+        skipped_tokens = self.metrics.skipped_tokens
         with unrecorded_pass(trainer), self.routes.switched_off():
             log_probs_RC = self._log_probs(model, batch, scored_tokens)
+        self.metrics.skipped_tokens = skipped_tokens  # TRL has no such pass
         self.metrics.record_mismatch_without_routes(scored_tokens.scatter(log_probs_RC), batch, scored_tokens)
 
     def _log_probs(self, model: Any, batch: Batch, scored_tokens: ScoredTokens) -> Tensor:
@@ -114,8 +118,8 @@ class SampledPasses(Generic[Plan]):
         """
         if not self._plan.facts.has_own_pass:
             outputs = ("log_probs", "entropy") if options.get("compute_entropy") else ("log_probs",)
-            routes_BSLk = self.routes.of_pass(model, batch)
-            model = scored_tokens.limit_scoring(model, outputs, self._sampling_mask(batch), routes_BSLk)
+            routes = self.routes.of_pass(model, batch)
+            model = scored_tokens.limit_scoring(model, outputs, self._sampling_mask(batch), routes)
         with self.routes.pass_over(scored_tokens.rows_R):
             return internals.completion_log_probs(self.trainer, model, scored_tokens.select_rows(batch), **options)
 

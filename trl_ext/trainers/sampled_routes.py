@@ -14,7 +14,7 @@ from torch import Tensor
 from ..distributed.ranks import Ranks
 from ..planning.batch_keys import COMPLETION_ROUTES, PROMPT_ROUTES
 from ..routing.routers import Routers, by_forward
-from ..routing.routes import RowRoutes, RowsOfForward, padded, routes_of_columns
+from ..routing.routes import RUNS_AGAIN, RowRoutes, RowsOfForward, padded, routes_of_columns
 
 if TYPE_CHECKING:
     from ..compat.continuous import TokenRuns
@@ -50,9 +50,21 @@ class SampledRoutes:
         batch_size, self._prompt_width = input_ids.shape
         self._columns_BSLk = routes_of_columns(by_forward(calls), forwards, (batch_size, self._prompt_width))
 
-    def end_turn(self, prompt_ids: list[list[int]], completion_ids: list[list[int]]) -> None:
-        """Note which of the columns that `generate` ran are the tokens of each row."""
+    def end_turn(
+        self, prompt_ids: list[list[int]], completion_ids: list[list[int]], *, waits_for_ranks: bool = False
+    ) -> None:
+        """Note which of the columns that `generate` ran are the tokens of each row.
+
+        Args:
+            waits_for_ranks (`bool`): whether the model goes on until all ranks have finished.
+
+        Raises:
+            `RuntimeError`: the model ran more columns than it sampled.
+        """
         assert self._columns_BSLk is not None
+        columns = self._prompt_width + max(map(len, completion_ids)) - 1
+        if self._columns_BSLk.size(1) > columns and not waits_for_ranks:
+            raise RuntimeError(RUNS_AGAIN)
         self.rows = [
             RowRoutes.of(columns_SLk[self._prompt_width - len(prompt) :], len(prompt), len(completion))
             for columns_SLk, prompt, completion in zip(self._columns_BSLk, prompt_ids, completion_ids, strict=True)
@@ -86,7 +98,9 @@ class SampledRoutes:
 
         def call_and_record(*positional: Any) -> Any:
             output = dict(rollout_func(*positional))
-            if ROLLOUT_KEY not in output:
+            if not output.keys() >= {"prompt_ids", "completion_ids"}:  # TRL names the missing keys
+                return output
+            if output.get(ROLLOUT_KEY) is None:
                 raise ValueError(
                     f'`replay_routes="sampler"` needs the routes of each row, but `rollout_func` returned no '
                     f"`{ROLLOUT_KEY}`. Return an integer array (tokens of prompt and completion, routers, experts of a "
@@ -110,7 +124,12 @@ class SampledRoutes:
     def _checked(self, row: int, row_routes: Any, tokens: int) -> Tensor:
         """Return the routes `(S, L, k)` of one row of a `rollout_func`; negative experts are unknown."""
         routers = self._routers()
-        array = row_routes.cpu().numpy() if isinstance(row_routes, Tensor) else np.asarray(row_routes)
+        if isinstance(row_routes, Tensor):
+            row_routes = (row_routes.float() if row_routes.is_floating_point() else row_routes).cpu().numpy()
+        try:
+            array = np.asarray(row_routes)
+        except ValueError:  # rows of different lengths
+            array = np.asarray(None)
         shape = (len(routers.routers), routers.chosen)
         if array.ndim != 3 or array.shape[1:] != shape or not np.issubdtype(array.dtype, np.integer):
             raise ValueError(
@@ -118,14 +137,22 @@ class SampledRoutes:
                 f"Return integers of shape (tokens, {shape[0]}, {shape[1]}): the model has {shape[0]} routers, each of "
                 f"which chooses {shape[1]} experts."
             )
-        if array.shape[0] > tokens or (array.size and array.max() >= routers.experts):
+        largest = int(array.max()) if array.size else -1
+        if array.shape[0] > tokens or largest >= routers.experts:
             raise ValueError(
                 f"`rollout_func` returned `{ROLLOUT_KEY}` of {array.shape[0]} tokens with experts up to "
-                f"{array.max(initial=-1)} in row {row}, which has {tokens} tokens. The model has {routers.experts} "
+                f"{largest} in row {row}, which has {tokens} tokens. The model has {routers.experts} "
                 "experts, counted from 0."
             )
         routes_SLk = torch.from_numpy(array.astype(np.int64))
         is_unknown_S11 = (routes_SLk < 0).flatten(1).any(dim=1)[:, None, None]
+        sorted_SLk = routes_SLk.sort(dim=-1).values
+        repeats_SLk = (sorted_SLk[..., 1:] == sorted_SLk[..., :-1]) & ~is_unknown_S11
+        if repeats_SLk.any():
+            raise ValueError(
+                f"`rollout_func` returned `{ROLLOUT_KEY}` with an expert twice for a token in row {row}. A router "
+                "chooses different experts. Return -1 where they are unknown."
+            )
         return routes_SLk.masked_fill(is_unknown_S11, routers.unknown).to(routers.dtype)
 
     def take_entries(self, batch: dict[str, Any]) -> tuple[dict[str, Tensor], float]:
