@@ -6,16 +6,14 @@ also through wrappers such as PEFT and DDP. Calls without `fused_lm_head` run th
 
 import functools
 import logging
-import operator
 import types
-import weakref
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from ..distributed.gradients import scale_grad
@@ -25,19 +23,15 @@ from ..heads.linear_log_probs import run_head
 from ..heads.logits import LinearLogProbs, LogitTransform
 from ..heads.sampling_mask import SamplingMask
 from ..packing.attention import index_select_fp32_grad, run_packed
-from ..packing.hooks import attached_functions
 from ..packing.layout import Layout
 from ..packing.packing import Packing, has_other_ranks
 from ..packing.randomness import (
-    Randomness,
-    may_keep_outputs,
-    randomness_of,
     randomness_without_hooks,
-    strongest,
 )
 from ..packing.support import backbone_of
 from ..routing.routers import Routers, by_forward
 from ..routing.routes import HostRoutes, PackedRoutes, of_batch
+from .backbone import BackboneForward
 from .checks import check_adapter, check_head
 from .head import LinearHead, OpaqueHead, logit_transform, resolve_head, score_by_module
 from .model_check import ModelSample, difference_reason
@@ -63,16 +57,6 @@ class ScoringOptions:
     entropy_requires_grad: bool = False  # whether a loss term needs the entropy's gradient
     padding_free: bool = True  # whether padding is removed, for models that allow it
     share_prompts: bool = True  # whether a prefix that rows share is computed once, where that is exact
-
-
-class ForwardTokens(NamedTuple):
-    """Token counts of forwards: of this rank, or sums over all."""
-
-    skipped: int = 0  # padding and repeated prompts that packing removed
-    with_gradient: int = 0  # tokens that the backbone processed with a gradient
-    without_gradient: int = 0
-    head: int = 0  # tokens that the head scored
-    checks: int = 0  # tokens that only the checks of the first batch processed
 
 
 class _PaddedTokens:
@@ -112,7 +96,7 @@ class _PackedTokens:
         return values_N.new_zeros(self.mask_BS.shape).index_put_((self.row_N, self.column_N), values_N)
 
 
-class ScoringForward:
+class ScoringForward(BackboneForward):
     """The scoring forward of one model."""
 
     sequence_group: SequenceGroup | None = None  # the ranks over which the tokens of a row are split
@@ -120,10 +104,9 @@ class ScoringForward:
     agrees_with_model = False  # whether they were equal, at once
 
     def __init__(self, model: Any, options: ScoringOptions, model_forward: ModelForward) -> None:
+        super().__init__(model, Packing(model, padding_free=options.padding_free, share_prompts=options.share_prompts))
         self.options = options
-        self._outermost = weakref.ref(model)  # the model in its wrappers; weak, because its `forward` holds this object
         self.model_forward = model_forward  # the model's, which returns logits
-        self.model_class = type(model).__name__
         self.trl_transform: LogitTransform = logit_transform(model.config, options.temperature)
         self.transform = self.trl_transform
         self.runs_model_code = False  # whether the model's forward computes the logits, because no transform gives them
@@ -134,21 +117,12 @@ class ScoringForward:
         else:
             self._set_transform(transform)
         self.vocabulary: int = model.config.get_text_config().vocab_size
-        self.was_called = False  # every call sets it; the caller resets and reads it
-        self.counts = ForwardTokens()  # since they were last taken, but for what packing counts
         self.head_rows: str | None = None  # which rows of the head's weight the last pass used, and why
-        self.packing = Packing(model, padding_free=options.padding_free, share_prompts=options.share_prompts)
-        self.planned_randomness: Randomness | None = None  # what the plan knows, perhaps of another rank
-        self.late_randomness: Randomness | None = None  # of users' code that came after the plan was made
         self.routers: Routers | None = None  # if routes are recorded or replayed
         self.recorded_routes: list[Tensor] | None = None  # `(B, S, L, k)` of each forward; None: not recorded
         # Of the packed rows since they were last read: tokens with the known route of another row, and other routes
         self.shared_routes = 0
         self.conflicts = 0
-        self.may_keep_outputs = False  # whether a hook of a user may keep what a module returns, with its graph
-        self._randomness: Randomness | None = None
-        self._modules: list[nn.Module] | None = None  # of the model; None to look at all of it in the next pass
-        self._functions: list[Any] = []  # hooks and replaced forwards when `_randomness` was found
         self._checked_paths: set[tuple[bool, bool, bool, str]] = set()
 
     def __call__(
@@ -261,36 +235,6 @@ class ScoringForward:
         else:
             yield
 
-    def take_counts(self) -> ForwardTokens:
-        """Return token counts since the last call."""
-        counts = self.counts._replace(
-            skipped=self.packing.skipped_tokens,
-            checks=self.counts.checks + self.packing.checked_tokens,
-        )
-        self.counts = ForwardTokens()
-        self.packing.skipped_tokens = 0
-        self.packing.checked_tokens = 0
-        return counts
-
-    # Not compiled: the counts differ in each call, so every call would be compiled again
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _count(self, tokens: int, scored_tokens: int) -> None:
-        with_gradient = tokens if torch.is_grad_enabled() else 0
-        self.counts = self.counts._replace(
-            with_gradient=self.counts.with_gradient + with_gradient,
-            without_gradient=self.counts.without_gradient + tokens - with_gradient,
-            head=self.counts.head + scored_tokens,
-        )
-
-    def _layout(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], labels: Any) -> Layout | None:
-        """Return how the batch is packed, or None: then it stays padded."""
-        randomness = self._randomness_of_pass(model)
-        packs = randomness is None or randomness.of_tokens  # other draws depend on the shape of the batch
-        if not packs and not has_other_ranks():
-            return None
-        # Other ranks may have no such hook, and would wait for this rank in the check of the first batch
-        return self.packing.layout(model, args, kwargs, labels, share=randomness is None, pack=packs)
-
     def _split(self, layout: Layout | None, *batch_tensors: Tensor | None) -> tuple[Shard | None, float]:
         """Return this rank's shard of the row, and the factor that scales the gradient."""
         group = self.sequence_group
@@ -310,50 +254,6 @@ class ScoringForward:
         shard = group.shard(tokens)
         layout.shard = shard
         return shard, group.gradient_factor
-
-    def forget_randomness(self) -> None:
-        """Look again, in the next pass, at what the model draws at random."""
-        self._modules = None
-
-    def look_for_hooks(self, wrapped: nn.Module | None = None) -> bool:
-        """Look at the hooks again. Return whether one has come since the plan was made that the plan must know.
-
-        Args:
-            wrapped (`nn.Module`, *optional*): the model in the wrappers of PEFT and the engine, which may have hooks.
-        """
-        if wrapped is not None and self._outermost() is not wrapped:
-            self._outermost = weakref.ref(wrapped)
-            self._modules = None
-        model = self._outermost()
-        known_randomness = self.late_randomness
-        if model is not None:
-            self._look_at(model)
-        return self.late_randomness != known_randomness
-
-    def _look_at(self, model: Any) -> None:
-        """Look at what the hooks of `model` may do, if they differ from those of the last look."""
-        is_first_look = self._modules is None
-        if self._modules is None:
-            self._modules = list(model.modules())
-        functions = attached_functions(self._modules)
-        if not is_first_look and _are_same(functions, self._functions):
-            return
-        self._functions = functions
-        self._randomness = randomness_of(model)
-        self.may_keep_outputs = may_keep_outputs(model)
-        if self._randomness is not None and not self._randomness.of_tokens:
-            is_planned = self.planned_randomness is not None and not self.planned_randomness.of_tokens
-            self.late_randomness = self.late_randomness if is_planned else self._randomness
-
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _randomness_of_pass(self, model: Any) -> Randomness | None:
-        """Return what makes equal tokens have different hidden states in this pass."""
-        # A hook may come and go within a step, for example in a user's `compute_loss`
-        outermost = self._outermost()
-        self._look_at(model if outermost is None else outermost)
-        randomness = strongest(self._randomness, self.late_randomness, self.planned_randomness)
-        is_off = randomness is not None and randomness.in_training_only and not model.training
-        return None if is_off else randomness
 
     def _score_packed(
         self,
@@ -585,10 +485,6 @@ def _classes_of(sampling_mask: tuple[Tensor, Tensor], tokens: _PaddedTokens | _P
     ids_BK, counts_BC = (x.to(tokens.targets_N.device) for x in sampling_mask)
     numbers_BC = tokens.numbers()[:, -counts_BC.size(1) :]
     return SamplingMask.of_rows(ids_BK, counts_BC, numbers_BC, len(tokens.targets_N))
-
-
-def _are_same(functions: list[Any], others: list[Any]) -> bool:
-    return len(functions) == len(others) and all(map(operator.is_, functions, others))
 
 
 def attach_scoring_forward(model: Any, options: ScoringOptions, argument: str = "model") -> ScoringForward:

@@ -8,7 +8,8 @@ from typing import Any
 from ..distributed.sequence_parallel import unsplit_reason
 from ..heads.kernels.work import check_kernels, triton_unavailable_reason
 from ..packing.packing import Packing, padded_in
-from .forward import ForwardTokens, ScoringForward, ScoringOptions, attach_scoring_forward
+from .backbone import ForwardTokens
+from .forward import ScoringForward, ScoringOptions, attach_scoring_forward
 from .weight_layout import WHOLE_HERE
 
 _HOW = {"tiled": "log-probs in tiles, without storing all logits", "dense": "log-probs from all logits at once"}

@@ -65,7 +65,7 @@ from ..planning.plan import (
 )
 from ..reference.adapters import AdapterChoice
 from ..reference.weights import base_of
-from ..scoring.forward import ForwardTokens
+from ..scoring.backbone import ForwardTokens
 from ..scoring.model_inputs import watch_token_ids
 from ..scoring.scorer import Scorer
 from ..scoring.weight_layout import WHOLE_HERE
