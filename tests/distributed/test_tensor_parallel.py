@@ -279,7 +279,7 @@ def fresh_on_rank(rank: Rank) -> dict[str, Any]:
 def refused_adapters(rank: Rank) -> None:
     attempt = partial(refused, rank, kind="dpo")
     attempt(r"use_dora=True.*Set `use_dora=False`", peft_config=lora_config(use_dora=True))
-    attempt(r"init_lora_weights='pissa'.*`True` or `'gaussian'`", peft_config=lora_config(init_lora_weights="pissa"))
+    attempt(r"init_lora_weights='pissa'.*to True or 'gaussian'", peft_config=lora_config(init_lora_weights="pissa"))
     attempt(r"modules_to_save=\['lm_head'\]", peft_config=lora_config(modules_to_save=["lm_head"]))
 
 

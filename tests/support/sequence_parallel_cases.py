@@ -238,7 +238,7 @@ CONTROLS = {
 }
 REFUSALS = {
     "padded": partial(refused, build=dpo, padding_free=False, words=r"_size=2` .*`padding_free=False`"),
-    "vllm": partial(refused, build=grpo, use_transformers_continuous_batching=True, words=r"_size=2` .*different comp"),
+    "vllm": partial(refused, build=grpo, use_transformers_continuous_batching=True, words=r"_size=2`, .*different comp"),
     "generations": partial(refused, build=grpo, num_generations=8, words=r"must be a multiple of `num_generations`"),
     "heads": partial(refused, build=dpo, model="odd_heads", words=r"`num_key_value_heads=1` is not a multiple of 2"),
     "other-rows": other_rows,
