@@ -6,12 +6,13 @@ from typing import TYPE_CHECKING, Any
 from .version import NEEDS_TRL, __version__
 
 if TYPE_CHECKING:
-    from .config import DPOConfig, GRPOConfig, KTOConfig, RLOOConfig, SFTConfig
+    from .config import DPOConfig, GRPOConfig, KTOConfig, RewardConfig, RLOOConfig, SFTConfig
     from .heads.linear_log_probs import linear_log_probs
     from .heads.logits import LinearLogProbs
     from .trainers.dpo import DPOTrainer
     from .trainers.grpo import GRPOTrainer
     from .trainers.kto import KTOTrainer
+    from .trainers.reward import RewardTrainer
     from .trainers.rloo import RLOOTrainer
     from .trainers.sft import SFTTrainer
 
@@ -25,6 +26,8 @@ __all__ = [
     "LinearLogProbs",
     "RLOOConfig",
     "RLOOTrainer",
+    "RewardConfig",
+    "RewardTrainer",
     "SFTConfig",
     "SFTTrainer",
     "__version__",
@@ -42,6 +45,8 @@ _DEFINED_IN = {
     "LinearLogProbs": ".heads.logits",
     "RLOOConfig": ".config",
     "RLOOTrainer": ".trainers.rloo",
+    "RewardConfig": ".config",
+    "RewardTrainer": ".trainers.reward",
     "SFTConfig": ".config",
     "SFTTrainer": ".trainers.sft",
     "linear_log_probs": ".heads.linear_log_probs",

@@ -72,19 +72,8 @@ def with_help(cls: Any) -> Any:
 
 @with_help
 @dataclass
-class AddedFields:
+class AddedCommonFields:
     """The fields that trl_ext adds to every config."""
-
-    head: str = field(default="tiled", metadata={"choices": list(HEADS)})
-    """How log-probs are computed. `"tiled"` never builds the logits, `"dense"` builds those of a whole batch."""
-
-    head_chunk_size: int | None = None
-    """Tokens in a tile of the head. Changes memory and speed, and results only by rounding. `None`: chosen
-    automatically."""
-
-    head_kernels: str | None = field(default=None, metadata={"choices": list(KERNELS)})
-    """Kernels between the head's matrix products. Their results differ by fp32 rounding. `None`: Triton where it
-    compiles."""
 
     padding_free: bool | None = None
     """Process a batch as one row without padding. `None`: if possible. `True`: an error if a rule forbids it. `False`:
@@ -111,18 +100,13 @@ class AddedFields:
     fields for features that TRL lacks are an error; the others have no effect."""
 
     def __post_init__(self) -> None:
-        check_declared(self, AddedFields)
+        check_declared(self, AddedCommonFields)
         check_numbers(self)
         check_dictionaries(self)
         if getattr(self, "bf16", None) and getattr(self, "fp16", None):
             raise ValueError("`bf16=True` and `fp16=True` contradict each other. Set one of the two to False.")
         if self.as_trl:
             self._check_trl_has_all()
-        if self.head_kernels is not None and self.head == "dense":
-            raise ValueError(
-                f"`head_kernels={self.head_kernels!r}` is for the tiled head, but `head` is 'dense'. Remove one of the "
-                "two."
-            )
         getattr(super(), "__post_init__", lambda: None)()  # TRL's; the added fields alone have none
 
     def _check_trl_has_all(self) -> None:
@@ -151,6 +135,32 @@ class AddedFields:
             return {}
         values = {x.name: (getattr(args, x.name), x.default) for x in fields(cls)}
         return {name: value for name, (value, default) in values.items() if value != default}
+
+
+@with_help
+@dataclass
+class AddedFields(AddedCommonFields):
+    """The fields that trl_ext adds to the configs of language models, in addition to [`AddedCommonFields`]."""
+
+    head: str = field(default="tiled", metadata={"choices": list(HEADS)})
+    """How log-probs are computed. `"tiled"` never builds the logits, `"dense"` builds those of a whole batch."""
+
+    head_chunk_size: int | None = None
+    """Tokens in a tile of the head. Changes memory and speed, and results only by rounding. `None`: chosen
+    automatically."""
+
+    head_kernels: str | None = field(default=None, metadata={"choices": list(KERNELS)})
+    """Kernels between the head's matrix products. Their results differ by fp32 rounding. `None`: Triton where it
+    compiles."""
+
+    def __post_init__(self) -> None:
+        check_declared(self, AddedFields)
+        if self.head_kernels is not None and self.head == "dense":
+            raise ValueError(
+                f"`head_kernels={self.head_kernels!r}` is for the tiled head, but `head` is 'dense'. Remove one of the "
+                "two."
+            )
+        super().__post_init__()
 
 
 @with_help
@@ -403,6 +413,15 @@ class RLOOConfig(AddedGroupFields, config_of_trl("RLOOConfig")):  # type: ignore
     """
 
 
+@_names_unknown
+@dataclass
+class RewardConfig(AddedCommonFields, config_of_trl("RewardConfig")):  # type: ignore[misc]
+    # docstyle-ignore
+    """
+    TRL's [`~trl.RewardConfig`] with all its arguments and defaults, and the fields below.
+    """
+
+
 def _arguments_of(added_fields: Any) -> str:
     """Return the `Args:` section of a docstring, in TRL's form."""
     lines = ["    Args:"]
@@ -415,12 +434,13 @@ def _arguments_of(added_fields: Any) -> str:
     return "\n".join([*lines, "    "])
 
 
-ADDED_FIELDS: dict[Any, type[AddedFields]] = {
+ADDED_FIELDS: dict[Any, type[AddedCommonFields]] = {
     SFTConfig: AddedFields,
     DPOConfig: AddedDPOFields,
     KTOConfig: AddedStoreFields,
     GRPOConfig: AddedGRPOFields,
     RLOOConfig: AddedGroupFields,
+    RewardConfig: AddedCommonFields,
 }
 for _config, _added_fields in ADDED_FIELDS.items():
     _config.__doc__ = f"{_config.__doc__}\n{_arguments_of(_added_fields)}"

@@ -45,7 +45,14 @@ def arguments(workshop: Workshop, tmp_path: Path) -> dict[str, list[str]]:
     pairs, only_prompts = preferences(8, seed=3), prompts(8, seed=3)
     demonstrations = pairs.rename_column("chosen", "completion").remove_columns("rejected")
     labelled = demonstrations.add_column("label", [row % 2 == 0 for row in range(8)])
-    rows_of = {"sft": demonstrations, "dpo": pairs, "kto": labelled, "grpo": only_prompts, "rloo": only_prompts}
+    rows_of = {
+        "sft": demonstrations,
+        "dpo": pairs,
+        "kto": labelled,
+        "grpo": only_prompts,
+        "rloo": only_prompts,
+        "reward": pairs,
+    }
     for method, rows in rows_of.items():
         (tmp_path / method).mkdir()
         rows.to_json(tmp_path / method / "train.jsonl")
@@ -106,7 +113,7 @@ def test_a_run_as_stock_trl(arguments, tmp_path: Path, capsys: pytest.CaptureFix
 
 
 @pytest.mark.parametrize(
-    "method", ["sft", "rloo", *(pytest.param(x, marks=pytest.mark.slow) for x in ("dpo", "kto", "grpo"))]
+    "method", ["sft", "rloo", "reward", *(pytest.param(x, marks=pytest.mark.slow) for x in ("dpo", "kto", "grpo"))]
 )
 def test_the_same_command_begins_and_then_resumes(
     method: str, arguments, tmp_path: Path, caplog: pytest.LogCaptureFixture

@@ -27,7 +27,7 @@ def _in_clone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("adapter", fast_first(("LoRA", "full"), "LoRA"))
-@pytest.mark.parametrize("method", fast_first(("sft", "dpo", "kto", "grpo", "rloo"), "dpo", "grpo"))
+@pytest.mark.parametrize("method", fast_first(("sft", "dpo", "kto", "grpo", "rloo", "reward"), "dpo", "grpo"))
 def test_the_demos_model_trains_as_in_trl(method: str, adapter: str, capsys: pytest.CaptureFixture[str]) -> None:
     status = main(["compare", method, "--steps", "2", *(() if adapter == "LoRA" else demo_words(method, lora=False))])
     printed = capsys.readouterr().out

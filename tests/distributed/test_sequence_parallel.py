@@ -100,7 +100,7 @@ def test_two_groups_of_two_ranks(engine: str, tmp_path: Path):
 def test_refusals(engine: str, tmp_path: Path):
     if engine != "fsdp2":
         pytest.importorskip("deepspeed")
-    check(["padded", "vllm", "generations", "heads", "grpo-judged"], engine, tmp_path)
+    check(["padded", "vllm", "generations", "heads", "reward", "grpo-judged"], engine, tmp_path)
 
 
 @pytest.mark.slow

@@ -289,6 +289,17 @@ def refused_arguments(rank: Rank) -> None:
     refused(rank, r"reference_device='cpu'.*tensor parallelism", reference_device="cpu")
 
 
+def refused_reward_model(rank: Rank) -> None:
+    arguments = {**COMMON, "output_dir": str(rank.folder / "out"), "model_init_kwargs": split(1)}
+    with pytest.raises(ValueError, match="`distributed_config` splits the model over 2 ranks, which `RewardTrainer`"):
+        trl_ext.RewardTrainer(
+            model=models(rank)["model"],
+            args=trl_ext.RewardConfig(**arguments, per_device_train_batch_size=2),
+            train_dataset=preferences(8, seed=1),
+        )
+    rank.checked = True
+
+
 def different_rows(rank: Rank) -> None:
     model = AutoModelForCausalLM.from_pretrained(models(rank)["model"], **split())
     ranks = TensorParallel.of(model)
@@ -337,6 +348,7 @@ CASES |= {
     "grpo-noise": partial(on_rank, kind="grpo", adapter="adapter", reward=id_reward, prepare=noise_on_scores),
     "refused-adapters": refused_adapters,
     "refused-arguments": refused_arguments,
+    "refused-reward-model": refused_reward_model,
     "different-rows": different_rows,
     "grpo-2d": partial(on_rank, kind="grpo", adapter=None, fsdp_size=2),
     "dpo-2d": partial(on_rank, kind="dpo", adapter=None, fsdp_size=2),
@@ -465,7 +477,8 @@ def test_a_resumed_run_ends_with_the_same_weights(cases: list[str], processes: i
 
 @pytest.mark.slow
 def test_random_values_are_the_same_on_all_ranks_of_a_group(launch: Callable[..., Any]):
-    results = launch("grpo-random", "grpo-noise", "random-adapter", "refused-adapters", "refused-arguments")
+    refusals = ("refused-adapters", "refused-arguments", "refused-reward-model")
+    results = launch("grpo-random", "grpo-noise", "random-adapter", *refusals)
     for a, of_other in zip(*results["random-adapter"], strict=True):
         assert torch.equal(a, of_other)
         here, there = a.chunk(2, dim=1)

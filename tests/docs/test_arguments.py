@@ -11,8 +11,9 @@ from doc_messages import ROOT
 from trl_ext import config
 
 ADDED = {
-    "All configs": config.AddedFields,
-    "All but `SFTConfig`": config.AddedReferenceFields,
+    "All configs": config.AddedCommonFields,
+    "All but `RewardConfig`": config.AddedFields,
+    "All but `SFTConfig` and `RewardConfig`": config.AddedReferenceFields,
     "`DPOConfig` and `GRPOConfig`": config.AddedStepFields,
     "`DPOConfig` and `KTOConfig`": config.AddedStoreFields,
     "`GRPOConfig` and `RLOOConfig`": config.AddedGroupFields,

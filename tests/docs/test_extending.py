@@ -26,7 +26,8 @@ from trl_ext.losses.preference import PREFERENCE_LOSSES
 
 ROOT = Path(__file__).parents[2]
 CLASSES = {name for name in trl_ext.__all__ if name.endswith("Trainer")}
-METHODS = {name.removesuffix("Trainer").lower() for name in CLASSES}
+PREFIXES = {name.removesuffix("Trainer") for name in CLASSES}
+METHODS = {prefix.lower() for prefix in PREFIXES}
 CONFIGS = {name.replace("Trainer", "Config") for name in CLASSES}
 
 
@@ -35,9 +36,9 @@ def page(name: str) -> str:
 
 
 def named_in(name: str, pattern: str) -> set[str]:
-    """Return the methods that a file names by `pattern`, in which METHOD stands for their name in capitals."""
+    """Return the methods that a file names by `pattern`, in which METHOD stands for their name in classes."""
     text = page(name)
-    return {x for x in METHODS if re.search(pattern.replace("METHOD", x.upper()), text, re.MULTILINE)}
+    return {x.lower() for x in PREFIXES if re.search(pattern.replace("METHOD", x), text, re.MULTILINE)}
 
 
 def of_classes(classes: Iterable[type]) -> set[str]:
@@ -55,7 +56,7 @@ TABLES: dict[str, tuple[set[str], set[str]]] = {
     "trl_ext/checks/arguments.py": ({*checks._RULES}, METHODS),
     "trl_ext/checks/names.py": ({*names.OTHER_NAMES_OF}, METHODS),
     "trl_ext/checks/data.py": (
-        named_in("trl_ext/checks/data.py", r"METHOD (\(`METHODTrainer`|reads)|or METHOD\b"),
+        named_in("trl_ext/checks/data.py", r"METHOD (\(`METHODTrainer`|reads)|or METHOD\b|`METHODTrainer` reads"),
         METHODS,
     ),
     "trl_ext/cli/line.py": ({*line.METHODS}, METHODS),
@@ -71,9 +72,9 @@ TABLES: dict[str, tuple[set[str], set[str]]] = {
     "tests/support/memory_estimates.py": ({method for method, *_ in memory_estimates.CASES.values()}, METHODS),
     "tests/support/plan_cases.py": ({case.method for case in plan_cases.CASES.values()}, METHODS),
     "tests/trainers/mistakes.txt": (named_in("tests/trainers/mistakes.txt", r"(?i:^>>> b\.METHOD\()"), METHODS),
-    "tests/cli/mistakes.txt": (named_in("tests/cli/mistakes.txt", r"\$METHOD\b"), METHODS),
+    "tests/cli/mistakes.txt": (named_in("tests/cli/mistakes.txt", r"(?i:\$METHOD\b)"), METHODS),
     "README.md": (named_in("README.md", r"`METHODTrainer`|`METHODConfig`|import METHODConfig"), METHODS),
-    "docs/architecture.md": (named_in("docs/architecture.md", r"^## A micro-batch of .*\bMETHOD\b"), METHODS),
+    "docs/architecture.md": (named_in("docs/architecture.md", r"(?i:^## A micro-batch of .*\bMETHOD\b)"), METHODS),
     "docs/supported.md": (named_in("docs/supported.md", r"^\| .*\| `METHODTrainer` \|"), METHODS),
     "docs/arguments.md": (named_in("docs/arguments.md", r"^What .*`METHODConfig`"), METHODS),
     "docs/command-line.md": (named_in("docs/command-line.md", r"(?i:^\| \[.*`METHOD`)"), METHODS),
@@ -97,14 +98,14 @@ def recipe() -> set[str]:
 
 
 # A trainer's own files, and those of DPO's loss type `sft`
-OWN = re.compile(r"(trainers|planning|compat)/(sft|dpo|kto|grpo|rloo|sampled)(_\w+)?\.py")
+OWN = re.compile(r"(trainers|planning|compat)/(sft|dpo|kto|grpo|rloo|reward|sampled)(_\w+)?\.py")
 
 
 def names_a_trainer(path: Path) -> bool:
     """Return whether the code of a file names a trainer, its config or its method, or DPO's `sft`."""
     for token in tokenize.generate_tokens(io.StringIO(path.read_text()).readline):
         if token.type in (tokenize.NAME, tokenize.STRING) and re.fullmatch(
-            r'"(sft|kto|rloo)"|"?(SFT|DPO|KTO|GRPO|RLOO)(Trainer|Config)"?', token.string
+            r'"(sft|kto|rloo)"|"?(SFT|DPO|KTO|GRPO|RLOO|Reward)(Trainer|Config)"?', token.string
         ):
             return True
     return False
@@ -122,7 +123,8 @@ def test_each_file_of_the_recipe_exists(file: str) -> None:
 
 
 def test_each_method_with_loss_types_has_its_table() -> None:
-    with_loss_types = {x for x in METHODS if "loss_type" in getattr(trl_ext, f"{x.upper()}Config").__dataclass_fields__}
+    fields_of = {x.lower(): getattr(trl_ext, f"{x}Config").__dataclass_fields__ for x in PREFIXES}
+    with_loss_types = {x for x, fields in fields_of.items() if "loss_type" in fields}
     assert {x for x in METHODS if unknown_loss_types(x, ["no loss type"])} == with_loss_types
 
 

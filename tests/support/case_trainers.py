@@ -14,7 +14,7 @@ from unittest.mock import ANY
 import torch
 from datasets import Dataset
 from peft import PeftModel, PrefixTuningConfig, PromptTuningConfig
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from drop_in_cases import Case
 from rewards import REWARDS
@@ -48,13 +48,16 @@ class Trainers:
     kto_config: type | None = None
     rloo_trainer: type | None = None
     rloo_config: type | None = None
+    reward_trainer: type | None = None
+    reward_config: type | None = None
     # Whether a subclass records losses and batches
     records_batches: bool = True
 
     @classmethod
     def of(cls, library: Any) -> "Trainers":
-        names = [f"{name}{kind}" for name in ("DPO", "GRPO", "SFT", "KTO", "RLOO") for kind in ("Trainer", "Config")]
-        return cls(*(getattr(library, name) for name in names))
+        methods = ("DPO", "GRPO", "SFT", "KTO", "RLOO", "Reward")
+        names = [f"{name}{kind}" for name in methods for kind in ("Trainer", "Config")]
+        return cls(*(getattr(library, name, None) for name in names))  # an earlier release may lack a trainer
 
     def only_ours(self, case: Case) -> dict[str, Any]:
         """Return the arguments of `case` that only our config has, if this is ours."""
@@ -79,7 +82,7 @@ class Trainers:
             subclass = type(trainer.__name__, (trainer,), {"compute_loss": compute_loss})
             return subclass
 
-        trainers = {name: x for name, x in vars(self).items() if name.endswith("_trainer")}
+        trainers = {name: x for name, x in vars(self).items() if name.endswith("_trainer") and x is not None}
         return replace(self, **{name: wrong(x) for name, x in trainers.items()})
 
 
@@ -103,7 +106,7 @@ def build_trainer(case: Case, trainers: Trainers, workshop: Workshop, output_dir
         "learning_rate": case.learning_rate,
         **case.config,
     }
-    build = {"dpo": _dpo, "grpo": _grpo, "sft": _sft, "kto": _kto, "rloo": _rloo}[case.trainer]
+    build = {"dpo": _dpo, "grpo": _grpo, "sft": _sft, "kto": _kto, "rloo": _rloo, "reward": _reward}[case.trainer]
     return build(case, config, trainers, workshop, trainer_class)
 
 
@@ -220,6 +223,35 @@ def _rloo(case: Case, config: dict[str, Any], trainers: Trainers, workshop: Work
         train_dataset=prompts(case.prompts, seed=1, conversational=case.model == "chat"),
         eval_dataset=_eval_sets(case, config, lambda seed: prompts(4, seed, conversational=case.model == "chat")),
         **_policy(case, workshop),
+    )
+
+
+def _reward(case: Case, config: dict[str, Any], trainers: Trainers, workshop: Workshop, trainer_class: type) -> Any:
+    config = dict(config)
+    has_margins = config.pop("margins", False)
+    pad_token = config.pop("padding", None)
+    path = workshop.model(case.model)
+
+    def rows(count: int, seed: int) -> Dataset:
+        pairs = preferences(count, seed, conversational=case.model == "chat")
+        rng = random.Random(seed)
+        return pairs.add_column("margin", [rng.random() for _ in range(count)]) if has_margins else pairs
+
+    train_dataset = rows(case.rows, seed=1)
+    policy: dict[str, Any] = {"model": path}
+    if case.setup in PROMPT_LEARNING:
+        policy["peft_config"] = PROMPT_LEARNING[case.setup](task_type="SEQ_CLS", num_virtual_tokens=3)
+    elif case.setup.startswith("lora"):
+        policy["peft_config"] = lora_config(**{"task_type": "SEQ_CLS", **case.lora})
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    if pad_token is not None:
+        tokenizer.pad_token = pad_token
+    return trainer_class(
+        args=trainers.reward_config(**{"per_device_train_batch_size": 4, **config, **trainers.only_ours(case)}),
+        train_dataset=train_dataset.to_iterable_dataset() if case.streaming else train_dataset,
+        eval_dataset=_eval_sets(case, config, lambda seed: rows(5, seed)),
+        processing_class=tokenizer,
+        **policy,
     )
 
 

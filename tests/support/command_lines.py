@@ -16,6 +16,7 @@ _RUNS = {
     "SFT": f"--dataset_name texts {_COMMON}",
     "DPO": f"--dataset_name pairs {_COMMON}",
     "KTO": f"--dataset_name labelled {_COMMON}",
+    "REWARD": f"--dataset_name pairs {_COMMON}",
     **dict.fromkeys(
         ("GRPO", "RLOO"),
         f"--dataset_name prompts {_COMMON} --reward_funcs my_rewards.py:brevity --num_generations 2 "

@@ -44,7 +44,8 @@ TRAINERS: dict[str, tuple[Any, ...]] = {
     "sampled": (trl.GRPOTrainer, trl.RLOOTrainer),
     "reference": (trl.DPOTrainer, trl.KTOTrainer, trl.GRPOTrainer, trl.RLOOTrainer),
     "generation": (trl.GRPOTrainer, trl.RLOOTrainer),
-    "": (trl.SFTTrainer, trl.DPOTrainer, trl.KTOTrainer, trl.GRPOTrainer, trl.RLOOTrainer),
+    "reward": (trl.RewardTrainer,),
+    "": (trl.SFTTrainer, trl.DPOTrainer, trl.KTOTrainer, trl.GRPOTrainer, trl.RLOOTrainer, trl.RewardTrainer),
 }
 
 BATCH_ENTRIES: dict[type, tuple[str, ...]] = {

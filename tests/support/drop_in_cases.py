@@ -13,7 +13,7 @@ class Case:
     """One training run of a few steps. `config` holds arguments of the trainer's config."""
 
     name: str
-    trainer: str  # "dpo", "grpo", "sft", "kto" or "rloo"
+    trainer: str  # "dpo", "grpo", "sft", "kto", "rloo" or "reward"
     setup: str = "full"  # full, lora, ref_adapter, ref_model, lora_ref_model (DPO), prompt_tuning, prefix_tuning
     model: str = "tied"  # a name of tiny.MODELS; "chat" also means conversational data
     config: dict[str, Any] = field(default_factory=dict)

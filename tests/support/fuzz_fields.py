@@ -13,10 +13,12 @@ import trl
 
 import trl_ext
 from drop_in_cases import ATTENTION_ONLY, DPO_LEARNING_RATES, DPO_LOSSES, F_DIVERGENCE_LOSSES, GRPO_LOSSES, Case
+from trl_ext.cli.line import class_name
 
-SFT, DPO, KTO, GRPO, RLOO = ("sft",), ("dpo",), ("kto",), ("grpo",), ("rloo",)
+SFT, DPO, KTO, GRPO, RLOO, REWARD = ("sft",), ("dpo",), ("kto",), ("grpo",), ("rloo",), ("reward",)
 STORING, GROUPED = DPO + KTO, GRPO + RLOO
-ROWS = SFT + STORING  # the trainers whose data set is tokenized before training
+ROWS = SFT + STORING + REWARD  # the trainers whose data set is tokenized before training
+LANGUAGE_MODELS = SFT + STORING + GROUPED
 ALL = ROWS + GROUPED
 
 Drawn = dict[str, Any]  # what has been drawn, by name
@@ -88,12 +90,15 @@ _MODELS = (
     "experts",
     "chat",
 )
+_CLASSIFIERS = ("tied", "tied", "untied", "softcap", "head_bias", "head_bias_gptj", "experts", "chat")
 _LORA = ({}, {}, {"use_dora": True}, {"use_rslora": True}, ATTENTION_ONLY)
 _PAIRS = tuple([first, second] for first, second in zip(list(DPO_LOSSES), list(DPO_LOSSES)[3:], strict=False))
 
 FIELDS = (
     # Model and adapter
     _(ALL, 1.0, model=_MODELS),
+    _(REWARD, 1.0, model=_CLASSIFIERS),
+    _(REWARD, 1.0, setup=("full", "full", "lora", "prompt_tuning")),
     _(SFT, 1.0, setup=("full", "full", "lora", "prompt_tuning")),
     _(DPO, 1.0, setup=("full", "lora", "lora", "ref_adapter", "ref_model", "lora_ref_model", "prompt_tuning")),
     _(KTO, 1.0, setup=("full", "lora", "ref_adapter", "ref_model", "prompt_tuning")),
@@ -207,6 +212,11 @@ FIELDS = (
     _(KTO, 0.3, _is("loss_type", "apo_zero_unpaired"), train_sampling_strategy=("random",)),
     _(KTO, 0.2, desirable_weight=(0.6, 1.5), undesirable_weight=(0.5, 1.2)),
     _(KTO, 0.2, _is_short, max_length=(8, 11)),
+    # Reward modeling
+    _(REWARD, 0.4, center_rewards_coefficient=(0.01, 0.5)),
+    _(REWARD, 0.4, margins=(True,)),
+    _(REWARD, 0.2, _is_short, max_length=(12, 15)),
+    _(REWARD, 0.2, _is_short, padding=("</s>", "w3")),
     # DPO and KTO
     _(STORING, 0.3, beta=(0.05, 0.5)),
     _(STORING, 0.2, precompute_ref_log_probs=(True,)),
@@ -308,8 +318,8 @@ FIELDS = (
         ours_padding_free=(False, False, True),
     ),
     _(ALL, 0.2, lambda d: "ours_padding_free" not in d, share_prompts=(False,)),
-    _(ALL, 0.1, head=("dense",)),
-    _(ALL, 0.2, head_chunk_size=(1, 3, 17)),
+    _(LANGUAGE_MODELS, 0.1, head=("dense",)),
+    _(LANGUAGE_MODELS, 0.2, head_chunk_size=(1, 3, 17)),
     _(ALL, 0.2, on_non_finite_loss=("stop", "skip")),
     _(STORING, 0.4, reference_store=lambda d: ("memory",) if d.get("precompute_ref_log_probs") else ("memory", "off")),
     _(DPO + GRPO, 0.2, max_tokens_per_micro_batch=(1, 30, 80)),
@@ -362,12 +372,15 @@ NOT_DRAWN = {
     "dynamic_sampling_max_draws",
 }
 
+_OF_DATA = {"form", "margins", "padding"}
 _OF_CASE = {field.name for field in fields(Case)} - {"name", "config", "ours"}
 
 
 def draw_case(seed: int) -> Case:
     """Return the case of a draw: arguments of TRL's config, those of ours alone, and what is trained."""
     trainer = random.Random(f"{seed} trainer").choice(("sft", "dpo", "dpo", "kto", "grpo", "grpo", "grpo", "rloo"))
+    if random.Random(f"{seed} reward").random() < 0.1:  # apart, so that the other draws stay as they were
+        trainer = "reward"
     drawn: Drawn = {"trainer": trainer}
     for row in FIELDS:
         # A generator for each row, so that a change of one leaves the others as they are
@@ -376,7 +389,7 @@ def draw_case(seed: int) -> Case:
             for name, values in row.values.items():
                 drawn[name] = rng.choice(list(values(drawn) if callable(values) else values))
     of_case = {name: drawn.pop(name) for name in _OF_CASE & drawn.keys()}
-    ours = {name: drawn.pop(name) for name in sorted(drawn.keys() - _names(trl, trainer) - {"form", "trainer"})}
+    ours = {name: drawn.pop(name) for name in sorted(drawn.keys() - _names(trl, trainer) - _OF_DATA - {"trainer"})}
     if "ours_padding_free" in ours:
         ours["padding_free"] = ours.pop("ours_padding_free")
     case = Case(f"fuzz-{seed}", config={**drawn, "seed": seed}, ours=ours, **of_case)
@@ -384,7 +397,7 @@ def draw_case(seed: int) -> Case:
 
 
 def _names(library: Any, trainer: str) -> set[str]:
-    return {field.name for field in fields(getattr(library, f"{trainer.upper()}Config"))}
+    return {field.name for field in fields(getattr(library, class_name(trainer, "Config")))}
 
 
 def _learning_rate(case: Case) -> float:

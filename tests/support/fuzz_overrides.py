@@ -398,7 +398,7 @@ def rows_of(batch: Batch, choose: Callable[[int], Any]) -> Batch:
 
 def _is_dpo(batch: Batch) -> bool:
     """Whether the second half of the rows are the rejected completions."""
-    return not {"input_ids", "completion_mask"} - batch.keys() and "label" not in batch and "labels" not in batch
+    return "input_ids" in batch and "label" not in batch and "labels" not in batch
 
 
 def _rows(batch: Batch) -> int:

@@ -2,6 +2,7 @@
 
 import os
 import random
+from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -12,6 +13,7 @@ from peft import PeftModel, get_peft_model
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
+    AutoModelForSequenceClassification,
     AutoTokenizer,
     BambaConfig,
     LlamaConfig,
@@ -96,7 +98,7 @@ ROWS = [(trainer, mode, model) for trainer in TRAINERS for mode in MODES for mod
 ROWS += [(trainer, "lora", "few") for trainer in TRAINERS]  # a trained weight of few rows moves as one of many does
 OTHER_ROWS = [
     (trainer, mode, model)
-    for trainer in ("sft", "kto", "rloo")
+    for trainer in ("sft", "kto", "rloo", "reward")
     for mode, model in (("full", "untied"), ("lora", "tied"))
 ]
 FAMILY_ROWS = [("dpo", "full", "hybrid"), ("grpo", "lora", "hybrid"), ("dpo", "full", "vision")]
@@ -114,6 +116,14 @@ def save_models(folder: Path) -> None:
         # Only column-wise linear layers, because PEFT supports no others under tensor parallelism
         adapter = lora_config(target_modules=["q_proj", "v_proj", "up_proj"])
         get_peft_model(model, adapter).save_pretrained(folder / name / "adapter")
+        if name in ("untied", "tied"):
+            classifier_config = deepcopy(config)
+            classifier_config.num_labels = 1
+            classifier = AutoModelForSequenceClassification.from_config(classifier_config)
+            classifier.save_pretrained(folder / name / "classifier")
+            word_tokenizer().save_pretrained(folder / name / "classifier")
+            adapter = lora_config(task_type="SEQ_CLS", target_modules=["q_proj", "v_proj", "up_proj"])
+            get_peft_model(classifier, adapter).save_pretrained(folder / name / "classifier" / "adapter")
 
 
 class Engine(Protocol):
@@ -189,7 +199,7 @@ def train(engine: Engine, trainer: str, mode: str, model: str, synced: bool = Tr
     """Train one row, from the checkpoint `model` and, with LoRA, the adapter saved beside it."""
     per_device = MICRO_BATCH // (1 if engine.replicates_tokens else engine.processes)
     trainers = Trainers.of(library)
-    build = {"dpo": _dpo, "grpo": _grpo, "sft": _sft, "kto": _kto, "rloo": _rloo}[trainer]
+    build = {"dpo": _dpo, "grpo": _grpo, "sft": _sft, "kto": _kto, "rloo": _rloo, "reward": _reward}[trainer]
     row = build(engine, trainers, mode, Path(os.environ["MATRIX_MODELS"]) / model, per_device)
     watch = _Watch(engine, row, synced)
     row.add_callback(watch)
@@ -316,6 +326,22 @@ def _rloo(engine: Engine, trainers: Trainers, mode: str, path: Path, per_device:
 
     Scripted.__name__ = trainers.rloo_trainer.__name__
     return Scripted(_policy(engine, mode, path), reward_funcs=id_reward, args=config, train_dataset=prompts(24, seed=1))
+
+
+def _reward(engine: Engine, trainers: Trainers, mode: str, path: Path, per_device: int) -> Any:
+    path = path / "classifier"
+    arguments = {"dtype": "float32", **engine.model_arguments()} if mode == "full" else None
+    config = trainers.reward_config(**_config(engine, per_device), model_init_kwargs=arguments)
+    policy: Any = str(path)
+    if mode == "lora":
+        base = AutoModelForSequenceClassification.from_pretrained(path, dtype="float32", **engine.model_arguments())
+        policy = PeftModel.from_pretrained(base, path / "adapter", is_trainable=True)
+    return trainers.reward_trainer(
+        policy,
+        args=config,
+        train_dataset=preferences(STEPS * ACCUMULATION * MICRO_BATCH, seed=1),
+        processing_class=AutoTokenizer.from_pretrained(path),
+    )
 
 
 def _case(rank: Any, row: tuple[str, str, str], synced: bool) -> Seen:

@@ -78,6 +78,11 @@ CASES: dict[str, tuple[str, str, list[str]]] = {
     "rloo-full-reference-checkpointing": ("rloo", "small", ["--beta", "0.1"]),
     "rloo-lora-reference": ("rloo", "tied", [*_LORA, *_NO_CHECKPOINTS, "--beta", "0.1"]),
     "rloo-lora-checkpointing": ("rloo", "small", [*_LORA, "--beta", "0"]),
+    "reward-full": ("reward", "small", _NO_CHECKPOINTS),
+    "reward-full-checkpointing": ("reward", "small", []),
+    "reward-lora": ("reward", "tied", [*_LORA, *_NO_CHECKPOINTS]),
+    "reward-lora-checkpointing": ("reward", "small", _LORA),
+    "reward-shared": ("reward", "small", [*_SHARED, *_NO_CHECKPOINTS]),
     "sft-shared-eager": ("sft", "small", [*_SHARED, *_NO_CHECKPOINTS, "--attn_implementation", "eager"]),
     "kto-shared": ("kto", "small", [*_SHARED, *_NO_CHECKPOINTS]),
     "sft-short-full": ("sft", "small", _SHORT),
@@ -114,6 +119,7 @@ _OF_METHOD = {
     "kto": [*_GIVEN, "4", "--reference_store", "memory"],
     "grpo": _SAMPLED,
     "rloo": _SAMPLED,
+    "reward": [*_GIVEN, "2"],
 }
 
 
@@ -197,7 +203,9 @@ def _data(method: str, folder: Path) -> str:
         cut = [" ".join(["w0", *prompt.split()[1:PROMPT]]) for prompt, _, _ in texts]
         rows: list[dict[str, Any]] = [{"prompt": x} for x in cut]
         for number, (row, (_, first, second)) in enumerate(zip(rows, texts, strict=True)):
-            if method == "dpo":
+            if method == "reward":  # which drops what is longer; the text gets an end
+                first, second = (" ".join(x.split()[: LENGTH - PROMPT - 1]) for x in (first, second))
+            if method in ("dpo", "reward"):
                 row |= {"chosen": f" {first}", "rejected": f" {second}"}
             elif method in ("sft", "kto"):
                 row |= {"completion": f" {first}"}

@@ -1,4 +1,4 @@
-"""SFT, KTO and RLOO: the cases in which training with our trainer must equal training with TRL's."""
+"""SFT, KTO, RLOO and reward modeling: the cases in which training with our trainer must equal training with TRL's."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -108,6 +108,46 @@ def _rloo() -> Iterator[Case]:
     yield from _models("rloo")
 
 
+def _reward() -> Iterator[Case]:
+    for setup in SETUPS:
+        yield _case("reward", f"defaults-{setup}", setup)
+        yield _case("reward", f"margins-{setup}", setup, margins=True, fast=setup == "full")
+        yield _case("reward", f"centered-{setup}", setup, center_rewards_coefficient=0.1, fast=setup == "lora")
+        for reentrant in (False, True):
+            checkpoints = {
+                "gradient_checkpointing": True,
+                "gradient_checkpointing_kwargs": {"use_reentrant": reentrant},
+            }
+            name = f"checkpointing-{'reentrant-' * reentrant}{setup}"
+            yield _case("reward", name, setup, **checkpoints, fast=reentrant == (setup == "lora"))
+    yield _case(
+        "reward", "all-options", margins=True, center_rewards_coefficient=0.1, pad_to_multiple_of=8, max_length=12
+    )
+    yield _case("reward", "padded-with-end", margins=True, padding="</s>", **_EVALUATION)
+    yield _case("reward", "padded-with-word", "lora", padding="w3")  # which rows have, too
+    yield _case("reward", "end", eos_token="w5", fast=False)
+    yield _case("reward", "max_length", max_length=12)
+    yield _case("reward", "without-max_length", max_length=None, fast=False)
+    yield _case("reward", "pad_to_multiple_of", pad_to_multiple_of=8)
+    yield _case("reward", "dataset_num_proc", dataset_num_proc=1, fast=False)
+    yield _case("reward", "accumulation", "lora", gradient_accumulation_steps=3, per_device_train_batch_size=2)
+    yield _case("reward", "evaluation", "lora", **_EVALUATION)
+    yield _case("reward", "evaluation-margins", margins=True, **_EVALUATION, fast=False)
+    yield _case("reward", "chat", "full", "chat")
+    yield _case("reward", "chat-lora", "lora", "chat", center_rewards_coefficient=0.01, fast=False)
+    yield _case("reward", "streaming", "lora", streaming=True)
+    yield _case("reward", "neftune", neftune_noise_alpha=5.0)
+    yield _case("reward", "clipped-gradient", max_grad_norm=0.05, learning_rate=0.5, fast=False)
+    yield _case("reward", "score-saved", "lora", "untied", lora={"modules_to_save": ["score"]})
+    yield _case("reward", "score-frozen", "lora", "untied", lora={"task_type": None})
+    yield _case("reward", "dora", "lora", lora={"use_dora": True}, fast=False)
+    # GPT-J's class has a forward of its own
+    for model in ("untied", "softcap", "head_bias", "head_bias_gptj", "experts"):
+        yield _case("reward", model, "full", model, fast=model in ("softcap", "head_bias_gptj"))
+    yield _case("reward", "experts-lora", "lora", "experts", lora={"target_modules": ["q_proj", "v_proj"]}, fast=False)
+    yield _case("reward", "prompt_tuning", "prompt_tuning", learning_rate=1.0)
+
+
 def _models(trainer: str) -> Iterator[Case]:
     for model in ("untied", "softcap", "logits_scaling", "logit_scale", "head_bias", "wide_vocab", "experts"):
         yield _case(trainer, model, "full", model, fast=model == "softcap")
@@ -123,4 +163,4 @@ def _models(trainer: str) -> Iterator[Case]:
 
 _EVALUATION = {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 4}
 
-CASES: dict[str, Case] = {case.name: case for case in (*_sft(), *_kto(), *_rloo())}
+CASES: dict[str, Case] = {case.name: case for case in (*_sft(), *_kto(), *_rloo(), *_reward())}

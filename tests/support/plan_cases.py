@@ -31,6 +31,7 @@ _OF_METHOD = {
     "sft": ("--per_device_train_batch_size=8", f"--max_length={LONGEST}"),
     "dpo": ("--per_device_train_batch_size=8", f"--max_length={LONGEST}"),
     "kto": ("--per_device_train_batch_size=4", f"--max_length={LONGEST}"),
+    "reward": ("--per_device_train_batch_size=8", f"--max_length={LONGEST}"),
     "grpo": ("--per_device_train_batch_size=8", "--num_generations=4", "--reward_funcs", "rewards.id_reward"),
     "rloo": ("--per_device_train_batch_size=8", "--num_generations=4", "--reward_funcs", "rewards.id_reward"),
 }
@@ -62,6 +63,8 @@ CASES = {
     "grpo-lora-reference": Case("grpo", "small", 30, (*_LORA, "--beta", "0.1")),
     "rloo-full": Case("rloo", "small", 50),
     "rloo-lora-tied": Case("rloo", "tied", 40, _LORA),
+    "reward-full": Case("reward", "small", 60),
+    "reward-lora-tied": Case("reward", "tied", 60, _LORA),
 }
 # On the pretended GPU, from which activations and the reference may go to the host
 ON_GPU = {
@@ -198,7 +201,7 @@ def _row(method: str, i: int, eighths: int) -> dict[str, Any]:
     prompt, rest = words(PROMPT * eighths // 8), (LONGEST - PROMPT) * eighths // 8 - 1  # and the end of the text
     if method in ("grpo", "rloo"):
         return {"prompt": prompt}
-    if method == "dpo":
+    if method in ("dpo", "reward"):
         return {"prompt": prompt, "chosen": f" {words(rest)}", "rejected": f" {words(rest)}"}
     row = {"prompt": prompt, "completion": f" {words(rest)}"}
     return row if method == "sft" else {**row, "label": bool(i % 2)}

@@ -57,7 +57,7 @@ from fuzz_fields import draw_case
 from fuzz_overrides import OfUser, Seen, draw_override, overridden
 from tiny import Workshop
 
-TRAINERS = ("sft", "dpo", "kto", "grpo", "rloo")
+TRAINERS = ("sft", "dpo", "kto", "grpo", "rloo", "reward")
 DRAWS = 24
 SUPPORT = Path(__file__).parent
 NEW = SUPPORT.parents[1]
@@ -191,6 +191,12 @@ _OF_ONE_PROCESS = (
     _case("rloo-skip", ours={"on_non_finite_loss": "skip", "keep_groups_together": False}, beta=0.0),
     _case("rloo-sync", sync_ref_model=True, ref_model_sync_steps=1, ref_model_mixup_alpha=0.3),
     _case("rloo-experts", "full", "experts"),
+    _case("reward-defaults"),
+    _case("reward-evaluation", "lora", margins=True, **_EVALUATION),
+    _case("reward-centered", center_rewards_coefficient=0.1, **_ACCUMULATION),
+    _case("reward-padded", ours={"padding_free": False, "on_non_finite_loss": "skip"}),
+    _case("reward-unshared", "full", "untied", ours={"share_prompts": False}, gradient_checkpointing=True),
+    _case("reward-experts", "full", "experts"),
 )
 
 _OF_TWO_RANKS = (

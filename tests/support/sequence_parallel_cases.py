@@ -18,7 +18,7 @@ from transformers import TrainerCallback
 from launch import LaunchedRank
 from rewards import id_reward
 from tiny import lora_config, preferences, prompts, scripted_rollout
-from trl_ext import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer
+from trl_ext import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, RewardConfig, RewardTrainer
 from trl_ext.distributed import sequence_parallel
 
 CP = ("fsdp2",)
@@ -80,6 +80,14 @@ def dpo(rank: LaunchedRank | None, model: str = "untied", lora: bool = False, **
         train_dataset=preferences(rows, seed=1),
         eval_dataset=evaluated and preferences(evaluated, seed=2),
         peft_config=lora_config() if lora else None,
+    )
+
+
+def reward(rank: LaunchedRank | None, **config: Any) -> Any:
+    return RewardTrainer(
+        model=str(Path(os.environ["TINY_MODELS"]) / "untied-0"),
+        args=RewardConfig(**arguments(rank, config)),
+        train_dataset=preferences(8, seed=1),
     )
 
 
@@ -238,9 +246,12 @@ CONTROLS = {
 }
 REFUSALS = {
     "padded": partial(refused, build=dpo, padding_free=False, words=r"_size=2` .*`padding_free=False`"),
-    "vllm": partial(refused, build=grpo, use_transformers_continuous_batching=True, words=r"_size=2`, .*different comp"),
+    "vllm": partial(
+        refused, build=grpo, use_transformers_continuous_batching=True, words=r"_size=2`, .*different comp"
+    ),
     "generations": partial(refused, build=grpo, num_generations=8, words=r"must be a multiple of `num_generations`"),
     "heads": partial(refused, build=dpo, model="odd_heads", words=r"`num_key_value_heads=1` is not a multiple of 2"),
+    "reward": partial(refused, build=reward, words=r"`[cs]p_size=2` is not supported by `RewardTrainer`"),
     "other-rows": other_rows,
     "other-completions": other_completions,
 }

@@ -51,6 +51,9 @@ class Bench:
     def rloo(self, **arguments: Any) -> None:
         self._train("RLOO", {"reward_funcs": reward, "train_dataset": PROMPTS, **arguments}, _SHORT)
 
+    def reward(self, **arguments: Any) -> None:
+        self._train("Reward", {"train_dataset": PAIRS, **arguments}, {})
+
     def config(self, kind: str, **fields: Any) -> Any:
         return getattr(self.package, f"{kind}Config")(**{**self.shortest(), **fields})
 

@@ -141,6 +141,8 @@ def metric_scale(case: Case, key: str, log: dict[str, float], advantage: float, 
     if case.trainer in ("dpo", "kto") and (key.startswith("rewards/") or (case.trainer, key) == ("kto", "kl")):
         logps = [abs(log.get(f"{prefix}logps/{which}", 0.0)) for which in ("chosen", "rejected")]
         return max(logps) * (1.0 if key == "kl" else case.config.get("beta", 0.1))
+    if case.trainer == "reward" and key in ("mean_reward", "min_reward", "max_reward", "margin"):
+        return max(abs(log[f"{prefix}{which}_reward"]) for which in ("min", "max"))
     if case.trainer in ("dpo", "kto") and key.startswith("logits/"):
         return logit_size
     if (

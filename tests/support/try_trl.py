@@ -27,7 +27,10 @@ TESTS = [
     "tests/losses/test_loss_types.py",
     *(f"{DROP_INS}[{case}]" for case in ("dpo-sigmoid-full", "dpo-precompute", "dpo-hinge-lora")),
     *(f"{DROP_INS}[{case}]" for case in ("grpo-grpo-token-full", "grpo-on_policy-beta", "grpo-generation")),
-    *(f"{OTHER_DROP_INS}[{case}]" for case in ("sft-nll-full", "kto-kto-lora", "rloo-defaults-full")),
+    *(
+        f"{OTHER_DROP_INS}[{case}]"
+        for case in ("sft-nll-full", "kto-kto-lora", "rloo-defaults-full", "reward-margins-full")
+    ),
     "tests/compat/test_mutations.py",
 ]
 

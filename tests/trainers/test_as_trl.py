@@ -34,6 +34,7 @@ NAMES = [
     *("kto-kto-full", "kto-kto-lora"),
     *("grpo-generation", "grpo-generation-lora", "grpo-dead-group", "grpo-evaluation"),
     *("rloo-defaults-full", "rloo-defaults-lora"),
+    *("reward-defaults-full", "reward-evaluation"),
 ]
 
 
@@ -100,7 +101,7 @@ def test_code_of_the_user_still_runs_around_trls(workshop: Workshop):
     assert "losses" in differences(thrice, twice)
 
 
-@pytest.mark.parametrize("kind", ["sft", "dpo", "kto", "grpo", "rloo"])
+@pytest.mark.parametrize("kind", ["sft", "dpo", "kto", "grpo", "rloo", "reward"])
 def test_no_method_of_trl_is_ours(kind: str, workshop: Workshop, tmp_path: Path):
     """A method that a later change overrides must give way, too."""
     name = next(name for name in NAMES if name.startswith(kind))

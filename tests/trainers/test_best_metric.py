@@ -18,7 +18,7 @@ from tiny import Workshop
 from trl_ext.checks.best_metric import _metrics_of_trl
 from trl_ext.compat.choices import METRICS
 
-DATA = {"sft": TEXTS, "dpo": PAIRS, "kto": LABELLED, "grpo": PROMPTS, "rloo": PROMPTS}
+DATA = {"sft": TEXTS, "dpo": PAIRS, "kto": LABELLED, "grpo": PROMPTS, "rloo": PROMPTS, "reward": PAIRS}
 EVALUATES = {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 4, "max_steps": 2}
 
 
@@ -62,6 +62,7 @@ UNKNOWN = {
     "GRPO": ("grpo", "eval_rewards/rewards/mean", {}, "'eval_rewards/reward/mean'"),
     "GRPO, keywords that nothing reads": ("grpo", "extra", {"reward_funcs": unread}, "'eval_reward'"),
     "RLOO": ("rloo", "rewards", {}, "'eval_reward'"),
+    "reward modeling": ("reward", "accuracies", {}, "'eval_accuracy'"),
     "several sets": ("dpo", "loss", {"eval_dataset": {"a": PAIRS, "b": PAIRS}}, "'eval_a_loss'"),
     "DPO without a reference": ("dpo", "rewards/margins", {"loss_type": "sft"}, "'eval_runtime'"),
 }

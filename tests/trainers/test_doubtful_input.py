@@ -24,7 +24,7 @@ def bench(workshop: Workshop, tmp_path: Path) -> Bench:
     return Bench(workshop, tmp_path)
 
 
-@pytest.mark.parametrize("kind", ["SFT", "DPO", "KTO", "GRPO", "RLOO"])
+@pytest.mark.parametrize("kind", ["SFT", "DPO", "KTO", "GRPO", "RLOO", "Reward"])
 def test_each_numeric_field_refuses_text_and_takes_its_default(kind: str, bench: Any) -> None:
     config = bench.config(kind, **GROUPS.get(kind, {}))
     check_numbers(config)

@@ -82,14 +82,15 @@ def test_the_second_run_does_not_check_again_and_trains_the_same(runs: Runs) -> 
     assert row.routine
 
 
-@pytest.mark.parametrize("kind", ["dpo", "grpo", "kto", "rloo"])
+@pytest.mark.parametrize("kind", ["dpo", "grpo", "kto", "rloo", "reward"])
 def test_each_method_remembers(kind: str, workshop: Workshop, tmp_path: Path) -> None:
     bench = Bench(workshop, tmp_path)
     words = " ".join(f"w{place}" for place in range(80))
     rows = {
         "dpo": {"prompt": "w1 w2", "chosen": f" {words}", "rejected": f" w3 {words}"},
         "kto": {"prompt": "w1 w2", "completion": f" {words}"},
-    }.get(kind, {"prompt": words})
+    }
+    rows = (rows | {"reward": rows["dpo"]}).get(kind, {"prompt": words})
     data = Dataset.from_list([{**rows, **({"label": place % 2 == 0} if kind == "kto" else {})} for place in range(4)])
     # Of the passes without a gradient, only the reference's differ from run to run, if they come from the store
     stored = {"reference_store": "off"} if kind in ("dpo", "kto") else {}

@@ -20,9 +20,14 @@ from mistakes import KEEPS_ROLES, assistant, read_table, rows, user
 from public_data import SHAPES, TOOL_CALL, Shape
 from short_training import LABELLED, PAIRS, ROW, TEXTS, Bench, tokenizer
 from tiny import Workshop, chat_tokenizer
-from trl_ext.checks.data import _check_prompts, checked_rows, kto_columns, pair_columns, sft_columns
+from trl_ext.checks.data import _check_prompts, checked_rows, kto_columns, pair_columns, reward_columns, sft_columns
 
-COLUMNS: dict[str, Any] = {"dpo": pair_columns, "kto": kto_columns, "sft": partial(sft_columns, text_field="text")}
+COLUMNS: dict[str, Any] = {
+    "dpo": pair_columns,
+    "kto": kto_columns,
+    "sft": partial(sft_columns, text_field="text"),
+    "reward": reward_columns,
+}
 
 
 def check(method: str, dataset: Any, processing_class: Any = None) -> None:

@@ -1,4 +1,4 @@
-"""`SFTTrainer`, `KTOTrainer` and `RLOOTrainer` equal stock TRL's, and the comparison notices a wrong loss."""
+"""The trainers other than those of DPO and GRPO equal stock TRL's, and the comparison notices a wrong loss."""
 
 import functools
 from dataclasses import replace
@@ -18,7 +18,14 @@ from token_counts import counted, total
 from training_comparison import assert_same
 
 STOCK, OURS = Trainers.of(trl), Trainers.of(trl_ext)
-WATCHED = ("sft-nll-full", "sft-dft-lora", "kto-kto-full", "kto-apo_zero_unpaired-ref_model", "rloo-defaults-full")
+WATCHED = (
+    "sft-nll-full",
+    "sft-dft-lora",
+    "kto-kto-full",
+    "kto-apo_zero_unpaired-ref_model",
+    "rloo-defaults-full",
+    "reward-defaults-full",
+)
 
 
 @functools.cache
@@ -49,7 +56,7 @@ def test_the_table_names_every_loss_type() -> None:
     assert names | {f"kto-{loss}-{setup}" for loss in KTO_LOSSES for setup in ("full", "lora")} <= CASES.keys()
 
 
-@pytest.mark.parametrize("name", ["sft-nll-lora", "kto-kto-lora", "rloo-without-kl-lora"])
+@pytest.mark.parametrize("name", ["sft-nll-lora", "kto-kto-lora", "rloo-without-kl-lora", "reward-score-saved"])
 def test_a_run_is_saved_and_resumed_and_has_a_model_card(name: str, workshop: Workshop, tmp_path: Path) -> None:
     saves = {"save_strategy": "steps", "save_steps": 1}
     case = replace(CASES[name], config={**CASES[name].config, **saves}, steps=3)
@@ -61,7 +68,8 @@ def test_a_run_is_saved_and_resumed_and_has_a_model_card(name: str, workshop: Wo
     whole.create_model_card()
     card = (tmp_path / "out" / "README.md").read_text()
     settings = [setting for setting in ("loss_type", "beta") if f"- `{setting}`: " in card]
-    assert settings == {"sft": ["loss_type"], "kto": ["loss_type", "beta"], "rloo": ["beta"]}[case.trainer]
+    of_method = {"sft": ["loss_type"], "kto": ["loss_type", "beta"], "rloo": ["beta"], "reward": []}
+    assert settings == of_method[case.trainer]
 
 
 @pytest.mark.filterwarnings("ignore:`label_smoothing_factor` is deprecated:FutureWarning")  # TRL's, of its argument

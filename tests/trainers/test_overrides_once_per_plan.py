@@ -14,7 +14,7 @@ from tiny import Workshop
 PACKAGE = str(Path(trl_ext.__file__).parent)
 
 
-@pytest.mark.parametrize("kind", ["sft", "dpo", "kto", "grpo", "rloo"])
+@pytest.mark.parametrize("kind", ["sft", "dpo", "kto", "grpo", "rloo", "reward"])
 def test_a_loss_does_not_look_for_overrides(kind: str, workshop: Workshop, tmp_path: Path) -> None:
     depth = 0
     entered: set[str] = set()
@@ -35,5 +35,6 @@ def test_a_loss_does_not_look_for_overrides(kind: str, workshop: Workshop, tmp_p
         getattr(bench, kind)(max_steps=2)
     finally:
         sys.setprofile(None)
-    assert {"trainers/base.py", "scoring/forward.py"} <= entered
+    forward = "classifier" if kind == "reward" else "forward"
+    assert {"trainers/base.py", f"scoring/{forward}.py"} <= entered
     assert not entered & {"compat/overrides.py", "compat/readers.py"}

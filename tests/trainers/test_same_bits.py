@@ -12,7 +12,7 @@ FAULT = """
 def _turned(loss):
     return lambda self, *given, **options: -loss(self, *given, **options)
 
-for name in ("SFTTrainer", "DPOTrainer", "KTOTrainer", "GRPOTrainer", "RLOOTrainer"):
+for name in ("SFTTrainer", "DPOTrainer", "KTOTrainer", "GRPOTrainer", "RLOOTrainer", "RewardTrainer"):
     trainer = __getattr__(name)
     trainer.compute_loss = _turned(trainer.compute_loss)
 """
@@ -31,7 +31,7 @@ def test_a_tree_gives_the_same_bits_and_a_turned_sign_does_not(
     for name, lines in differ.items():
         assert any(line.startswith("weights: ") for line in lines), name
         assert any(line.startswith("log 0: loss: ") for line in lines), name
-    assert "5 cases: 5 are the same" in capfd.readouterr().out
+    assert "6 cases: 6 are the same" in capfd.readouterr().out
 
 
 @pytest.mark.slow

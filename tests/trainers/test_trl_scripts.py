@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 from datasets import Dataset
-from peft import AutoPeftModelForCausalLM
-from transformers import AutoModelForCausalLM
+from peft import AutoPeftModelForCausalLM, AutoPeftModelForSequenceClassification
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from tiny import Workshop, preferences, prompts
+from trl_ext.cli.line import class_name
 
 REWARD_MODULE = '''
 """The user's own reward function, named on the command line."""
@@ -27,14 +28,14 @@ _SAMPLES = [
     *("--reward_funcs", "my_rewards.mean_of_hashes"),
 ]
 ARGUMENTS: dict[str, list[str]] = {
-    **{name: ["--per_device_train_batch_size", "2"] for name in ("sft", "dpo", "kto")},
+    **{name: ["--per_device_train_batch_size", "2"] for name in ("sft", "dpo", "kto", "reward")},
     **dict.fromkeys(("grpo", "rloo"), _SAMPLES),
 }
 
 
 def _with_our_trainer(script: str, trainer: str) -> str:
     """Return `script` with the trainer and its config imported from trl_ext, and nothing else changed."""
-    names = {f"{trainer.upper()}Trainer", f"{trainer.upper()}Config"}
+    names = {class_name(trainer, "Trainer"), class_name(trainer, "Config")}
     moved: set[str] = set()
 
     def move(match: re.Match[str]) -> str:
@@ -69,7 +70,7 @@ def _data(trainer: str, folder: Path) -> Path:
         pytest.param("grpo", True, id="grpo-peft", marks=pytest.mark.slow),
         *(
             pytest.param(trainer, use_peft, id=f"{trainer}-{('full', 'peft')[use_peft]}", marks=pytest.mark.slow)
-            for trainer in ("sft", "kto", "rloo")
+            for trainer in ("sft", "kto", "rloo", "reward")
             for use_peft in (False, True)
         ),
     ],
@@ -92,15 +93,19 @@ def test_trl_script_runs_with_only_the_import_changed(
         *("--report_to", "none", "--save_strategy", "no", "--use_cpu", "--bf16", "False", "--no_dataloader_pin_memory"),
         *ARGUMENTS[trainer],
         *(("--use_peft", "--lora_r", "4", "--lora_target_modules", "q_proj", "v_proj") if use_peft else ()),
+        *(("--lora_task_type", "SEQ_CLS") if use_peft and trainer == "reward" else ()),
     ]
     environment = os.environ | {"HF_HOME": str(tmp_path / "hf")}
     run = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
 
     assert run.returncode == 0, run.stderr[-4000:]
     assert "Model saved to" in run.stdout
-    loader = AutoPeftModelForCausalLM if use_peft else AutoModelForCausalLM
-    trained = loader.from_pretrained(out).state_dict()
-    start = AutoModelForCausalLM.from_pretrained(workshop.model("tied")).state_dict()
+    auto_class, options = AutoModelForCausalLM, {}
+    if trainer == "reward":
+        auto_class, options = AutoModelForSequenceClassification, {"num_labels": 1}
+    adapted_class = AutoPeftModelForSequenceClassification if trainer == "reward" else AutoPeftModelForCausalLM
+    trained = (adapted_class if use_peft else auto_class).from_pretrained(out, **options).state_dict()
+    start = auto_class.from_pretrained(workshop.model("tied"), **options).state_dict()
     if use_peft:
         assert any(weight.abs().max() > 0 for name, weight in trained.items() if "lora_B" in name)
     else:

@@ -120,6 +120,10 @@ _RULES: dict[str, tuple[Rule, ...]] = {
         Rule("desirable_weight", least=0, read_by="loss"),
         Rule("undesirable_weight", least=0, read_by="loss"),
     ),
+    "reward": (
+        Rule("max_length", least=1, is_optional=True),
+        Rule("center_rewards_coefficient", least=0, is_optional=True, read_by="loss"),
+    ),
     "grpo": (
         *_REFERENCE_SYNC,
         Rule("num_iterations", least=1),
@@ -228,6 +232,13 @@ def check_kto_arguments(config: Any, *, own_loss: bool) -> None:
         )
 
 
+def check_reward_arguments(config: Any, *, own_loss: bool) -> None:
+    """Raise `ValueError` if a `RewardConfig`, TRL's or ours, has an invalid value. `own_loss` as for DPO."""
+    check_rules(config, _RULES["reward"], replaced_parts={"loss"} if own_loss else ())
+    if config.activation_offloading:
+        check_offloading_device(config.device)
+
+
 def check_rloo_arguments(config: Any, *, own_loss: bool, own_advantages: bool, own_generation: bool) -> None:
     """Raise `ValueError` if an `RLOOConfig`, TRL's or ours, has an invalid value. The others as for GRPO."""
     _check_reference_sync(config)
@@ -271,9 +282,13 @@ def check_arguments_of(method: str, config: Any) -> None:
         if method == "grpo":
             _check_schedule(config)
     else:
-        {"sft": check_sft_arguments, "dpo": check_dpo_arguments, "kto": check_kto_arguments}[method](
-            config, own_loss=False
-        )
+        checks = {
+            "sft": check_sft_arguments,
+            "dpo": check_dpo_arguments,
+            "kto": check_kto_arguments,
+            "reward": check_reward_arguments,
+        }
+        checks[method](config, own_loss=False)
 
 
 def check_offloading_device(device: Any) -> None:
@@ -357,8 +372,13 @@ def bound_arguments(
     return arguments
 
 
-def check_given(name: str, arguments: dict[str, Any], config: Any, config_class: type) -> None:
-    """Raise `ValueError` or `TypeError` for a wrong argument of the trainer `name`; `wanted` is its config class."""
+def check_given(name: str, arguments: dict[str, Any], config: Any, config_class: type, task_type: str) -> None:
+    """Raise `ValueError` or `TypeError` for a wrong argument of the trainer `name`.
+
+    Args:
+        config_class (`type`): the class of its config.
+        task_type (`str`): PEFT's name for what its model does: "CAUSAL_LM" or "SEQ_CLS".
+    """
     if config is not None and not all(hasattr(config, field.name) for field in fields(config_class)):
         got = type(config).__name__
         raise TypeError(f"`args` of `{name}` is a `{got}`. Pass a `{config_class.__name__}` with these values.")
@@ -373,15 +393,17 @@ def check_given(name: str, arguments: dict[str, Any], config: Any, config_class:
             f"`model` of `{name}` is a `PeftMixedModel`. TRL takes it for a model without adapters, and PEFT cannot "
             "save it. Pass a `PeftModel`."
         )
-    _check_model(model, config)
+    check_model = _check_classifier if task_type == "SEQ_CLS" else _check_model
+    check_model(model, config)
     rewards = arguments.get("reward_funcs")
     for reward in rewards if isinstance(rewards, list) else [rewards]:
         _check_reward_model(reward, config)
     task = getattr(peft_config, "task_type", None)
-    if task not in (None, "CAUSAL_LM"):
+    if task not in (None, task_type):
+        kind = "sequence classifier" if task_type == "SEQ_CLS" else "causal language model"
         raise ValueError(
-            f"`peft_config` has `task_type={str(getattr(task, 'value', task))!r}`, but `model` is a causal language "
-            "model. Set `task_type='CAUSAL_LM'`."
+            f"`peft_config` has `task_type={str(getattr(task, 'value', task))!r}`, but `model` is a {kind}. Set "
+            f"`task_type={task_type!r}`."
         )
     ref_model = arguments.get("ref_model")
     collator = arguments.get("data_collator")
@@ -422,6 +444,20 @@ def _check_model(model: Any, config: Any) -> None:
         raise ValueError(
             f"`model` is a `{architecture}`, which does not generate text. Pass a causal language model, such as "
             "`AutoModelForCausalLM.from_pretrained(...)`."
+        )
+
+
+def _check_classifier(model: Any, config: Any) -> None:
+    """Raise `ValueError` if the model does not exist, or is a language model without a score head.
+
+    TRL loads a name as a sequence classifier, with a new score head if there is none.
+    """
+    if isinstance(model, str):
+        _architecture("model", model, config)
+    elif getattr(model, "get_output_embeddings", lambda: None)() is not None:
+        raise ValueError(
+            f"`model` is a `{type(model).__name__}`, which has an LM head and no score head. Pass its name, or "
+            "`AutoModelForSequenceClassification.from_pretrained(..., num_labels=1)`."
         )
 
 

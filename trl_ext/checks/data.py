@@ -2,6 +2,7 @@
 
 import inspect
 import logging
+import math
 import re
 import reprlib
 from collections.abc import Callable, Iterable
@@ -77,6 +78,29 @@ def check_rows_are_left(dataset: Any, config: Any) -> None:
             f"`max_length={config.max_length}` leaves no row of `train_dataset`: every prompt alone reaches that "
             f"length. Raise `max_length`{remedy}."
         )
+
+
+def check_pairs_are_left(dataset: Any, config: Any) -> None:
+    """Raise `ValueError` if TRL has dropped every pair of the training data, because a row of each is too long."""
+    if isinstance(dataset, Dataset) and len(dataset) == 0:
+        raise ValueError(
+            f"`max_length={config.max_length}` leaves no pair of `train_dataset`: TRL drops a pair with a row that is "
+            "longer. Raise `max_length` or shorten the rows."
+        )
+
+
+def check_margins(dataset: Any, name: str) -> None:
+    """Raise `ValueError` if a pair has a margin that is no finite number. Streams are not read."""
+    if not isinstance(dataset, Dataset) or "margin" not in (columns_of(dataset) or ()):
+        return
+    for place, margin in enumerate(dataset.with_format(None).select_columns("margin")["margin"]):
+        if margin is None:
+            _refuse_none("margin", place, name)
+        if not isinstance(margin, int | float) or not math.isfinite(margin):
+            raise ValueError(
+                f"`margin` of `{name}` must be a number, got {margin!r} in row {place}. It is how much higher the "
+                "chosen row is to score. Correct it, or remove the column."
+            )
 
 
 def checked_rows(
@@ -188,6 +212,17 @@ def pair_columns(row: dict[str, Any], name: str) -> tuple[str, ...]:
     """Return the columns that DPO reads. As for the other methods, `row` is the first of the data set `name`."""
     if missing_columns := [column for column in ("chosen", "rejected") if column not in row]:
         raise _missing(row, name, "DPO reads `prompt`, `chosen` and `rejected`", dict.fromkeys(missing_columns, ()))
+    return tuple(x for x in _PAIR if x in row)
+
+
+def reward_columns(row: dict[str, Any], name: str) -> tuple[str, ...]:
+    """Return the columns that reward modeling reads; none of rows that have token ids."""
+    for chosen, rejected in (("chosen_ids", "rejected_ids"), ("chosen_input_ids", "rejected_input_ids")):
+        if chosen in row and rejected in row:
+            return ()
+    if missing_columns := [column for column in ("chosen", "rejected") if column not in row]:
+        reads = "`RewardTrainer` reads `chosen` and `rejected`, and a `prompt` if there is one"
+        raise _missing(row, name, reads, dict.fromkeys(missing_columns, ()))
     return tuple(x for x in _PAIR if x in row)
 
 

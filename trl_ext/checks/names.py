@@ -30,7 +30,10 @@ OTHER_NAMES = {
 }
 _OF_TEXTS = {**dict.fromkeys(("max_seq_length", "max_seq_len"), "max_length"), "num_proc": "dataset_num_proc"}
 _OF_GROUPS = {"group_size": "num_generations"}
-OTHER_NAMES_OF = {**dict.fromkeys(("sft", "dpo", "kto"), _OF_TEXTS), **dict.fromkeys(("grpo", "rloo"), _OF_GROUPS)}
+OTHER_NAMES_OF = {
+    **dict.fromkeys(("sft", "dpo", "kto", "reward"), _OF_TEXTS),
+    **dict.fromkeys(("grpo", "rloo"), _OF_GROUPS),
+}
 
 # Fields of a config that have another name now
 _RENAMED = {

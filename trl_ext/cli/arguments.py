@@ -12,10 +12,11 @@ from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments, TrlParser
 from ..checks.names import did_you_mean, former_name
 from ..config import (
     ADDED_FIELDS,
-    AddedFields,
+    AddedCommonFields,
     DPOConfig,
     GRPOConfig,
     KTOConfig,
+    RewardConfig,
     RLOOConfig,
     SFTConfig,
     with_help,
@@ -24,7 +25,14 @@ from . import CommandError
 from .launch import check_launch, launch_words, needs_launch
 from .line import Argument, Line
 
-CONFIGS = {"sft": SFTConfig, "dpo": DPOConfig, "kto": KTOConfig, "grpo": GRPOConfig, "rloo": RLOOConfig}
+CONFIGS = {
+    "sft": SFTConfig,
+    "dpo": DPOConfig,
+    "kto": KTOConfig,
+    "grpo": GRPOConfig,
+    "rloo": RLOOConfig,
+    "reward": RewardConfig,
+}
 # The functions of `trl.rewards` that `--reward_funcs` takes, as TRL's command does
 REWARDS = ("accuracy_reward", "get_soft_overlong_punishment", "reasoning_accuracy_reward", "think_format_reward")
 
@@ -40,6 +48,13 @@ class RewardScriptArguments(ScriptArguments):
 
     reward_model_name_or_path: str | None = None
     """Reward model: a name on the Hub or a folder."""
+
+
+@dataclass
+class ClassifierConfig(ModelConfig):
+    """TRL's arguments about the model, for one with a score head."""
+
+    lora_task_type: str = field(default="SEQ_CLS", metadata={"help": "The task type of PEFT. A reward model has one."})
 
 
 # Messages of argparse and of TRL's parser, and ours
@@ -76,7 +91,7 @@ class OneLineParser(TrlParser):
     """TRL's parser with one-line errors, and a group in `--help` for the arguments that trl_ext adds."""
 
     def __init__(self, dataclass_types: Any = None, **keywords: Any) -> None:
-        configs = [x for x in dataclass_types or () if issubclass(x, AddedFields)]
+        configs = [x for x in dataclass_types or () if issubclass(x, AddedCommonFields)]
         self._added_names = {x.name for config in configs for cls in _added_by(config) for x in fields(cls)}
         self._group: Any = None
         usage = "%(prog)s [--config FILE.yaml] [--traceback] [ARGUMENTS]"
@@ -135,14 +150,15 @@ def _or_none(parse: Any) -> Any:
     return parsed
 
 
-def _added_by(config: type) -> list[type[AddedFields]]:
+def _added_by(config: type) -> list[type[AddedCommonFields]]:
     return [added_fields for cls, added_fields in ADDED_FIELDS.items() if issubclass(config, cls)]
 
 
 def dataclasses_of(method: str) -> tuple[type, ...]:
     """Return the four dataclasses of a method, in the order of `Parsed`."""
     script = RewardScriptArguments if method in ("grpo", "rloo") else ScriptArguments
-    return script, CONFIGS[method], ModelConfig, DatasetMixtureConfig
+    model = ClassifierConfig if method == "reward" else ModelConfig
+    return script, CONFIGS[method], model, DatasetMixtureConfig
 
 
 def parse(parser: Any, line: Line, *, may_launch: bool, predicts: bool = False) -> Parsed:

@@ -18,7 +18,7 @@ import trl
 from transformers import GenerationMixin, TrainerCallback, set_seed
 
 from .arguments import OneLineParser, Parsed, dataclasses_of
-from .line import read
+from .line import class_name, read
 from .training import build, trainer_class_of
 
 # The files of a run
@@ -136,7 +136,7 @@ def measured(job: Job, folder: Path) -> RunResult:
     parsed_arguments = _parsed(job, folder)
     training = parsed_arguments.training
     trainer_class = (
-        getattr(trl, f"{job.method.upper()}Trainer") if job.library == "trl" else trainer_class_of(job.method)
+        getattr(trl, class_name(job.method, "Trainer")) if job.library == "trl" else trainer_class_of(job.method)
     )
     set_seed(training.seed)
     peak = _peak_of_process()
@@ -170,7 +170,7 @@ def measured(job: Job, folder: Path) -> RunResult:
 def _parsed(job: Job, folder: Path) -> Parsed:
     script_class, config_class, model_class, mixture_class = dataclasses_of(job.method)
     if job.library == "trl":
-        config_class = getattr(trl, f"{job.method.upper()}Config")
+        config_class = getattr(trl, class_name(job.method, "Config"))
     line = read(job.method, "trl-ext compare", job.words)
     parser = OneLineParser((script_class, config_class, model_class, mixture_class), prog=line.prog)
     # What only our config has is left over for TRL's

@@ -19,6 +19,7 @@ _OF_METHOD = {
     "kto": ("dpo", _PREFERENCES),
     "grpo": ("grpo", f"{_SAMPLES} --beta 0.04"),
     "rloo": ("grpo", _SAMPLES),
+    "reward": ("dpo", _PREFERENCES),
 }
 
 

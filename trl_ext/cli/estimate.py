@@ -8,10 +8,10 @@ import torch
 from ..checks.arguments import check_offloading_device
 from ..config import with_help
 from ..fit.coverage import ENGINES
-from ..fit.estimate import longest_rows, step_of
+from ..fit.estimate import PAIRED, longest_rows, step_of
 from ..fit.policy import Policy, policy_of
 from ..fit.run import Run
-from ..fit.step import Step, StepMemory, memory_of_step
+from ..fit.step import SCORE_HEAD, Step, StepMemory, memory_of_step
 from ..trainers.reference_weights import check_hosted_arguments
 from . import CommandError, wrapped
 from .commands import Process
@@ -117,7 +117,7 @@ def _longest(step: Step, policy: Policy, limit: int, progress: CountingLine) -> 
 
 def _table(method: str, step: Step, policy: Policy, memory: StepMemory) -> str:
     """Return the parts of the memory, one a line, under a title with the batch."""
-    rows = f"{step.rows} rows" + f" ({step.rows // 2} pairs)" * (method == "dpo")
+    rows = f"{step.rows} rows" + f" ({step.rows // 2} pairs)" * (method in PAIRED)
     on_host = f", without {readable(memory.offloaded)} in host memory" if step.offloads else ""
     reference = "a separate model" if step.reference else "no separate model"
     if memory.hosted:
@@ -126,6 +126,7 @@ def _table(method: str, step: Step, policy: Policy, memory: StepMemory) -> str:
     copies = ", and fp32 copies of trained parameters" if step.engine.startswith("zero") else ""
     where = "one process" if step.devices == 1 else f"one of {step.devices} devices under {ENGINES[step.engine]}"
     autocast = "" if step.autocast is None else f" with {_name(step.autocast)} autocast"
+    head = "score" if step.head == SCORE_HEAD else "LM"
     lines = [
         ("weights", memory.weights, "of the policy, with its adapters if any"),
         ("reference", memory.reference, reference),
@@ -136,11 +137,12 @@ def _table(method: str, step: Step, policy: Policy, memory: StepMemory) -> str:
         lines.append(("buckets", memory.buckets, "in which the engine averages gradients"))
     lines += [
         ("activations", memory.activations, "after the forward pass of the backbone" + gathered + on_host),
-        ("head", memory.head, "added by the LM head's forward pass"),
+        ("head", memory.head, f"added by the {head} head's forward pass"),
         ("peak", memory.peak, "the most at one time, in a forward, backward or optimizer step"),
     ]
+    tokens = step.tokens + (step.head != SCORE_HEAD)  # an LM predicts nothing from a row's last token
     title = wrapped(
-        f"{rows} of {step.tokens + 1:,} tokens per micro-batch, {_name(policy.dtype)} weights{autocast}, "
+        f"{rows} of {tokens:,} tokens per micro-batch, {_name(policy.dtype)} weights{autocast}, "
         f"{where} on {step.device.type}"
     )
     return "\n".join([title, "", *(wrapped(text, f"{name:<13}{readable(size):>12}   ") for name, size, text in lines)])

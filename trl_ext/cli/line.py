@@ -35,7 +35,13 @@ METHODS = {
     "kto": (_MODEL, _DATA),
     "grpo": (_MODEL, _DATA, _REWARDS),
     "rloo": (_MODEL, _DATA, _REWARDS),
+    "reward": (_MODEL, _DATA),
 }
+
+
+def class_name(method: str, kind: str) -> str:
+    """Return the name of a method's class, such as "DPOTrainer" or "RewardConfig". `kind`: "Trainer" or "Config"."""
+    return f"{method.capitalize() if method == 'reward' else method.upper()}{kind}"
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from datasets import Dataset
 from peft import LoraConfig
-from transformers import AutoProcessor, LlamaConfig, LlamaForCausalLM, ProcessorMixin
+from transformers import AutoProcessor, LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification, ProcessorMixin
 from trl import is_conversational
 
 from ..fit.lengths import Array
@@ -73,7 +73,7 @@ def lengths_of(method: str, parsed_arguments: Parsed, model: str) -> tuple[Array
         "longest": getattr(parsed_arguments.training, "max_length", None),
         "keeps_end": getattr(parsed_arguments.training, "truncation_mode", "") == "keep_end",
     }
-    count_tokens = _of_text if method == "sft" else _of_completions
+    count_tokens = {"sft": _of_text, "reward": _of_pairs}.get(method, _of_completions)
     counts = rows.map(count_tokens, remove_columns=rows.column_names, **options)
     return np.array(counts["prompt"]), np.array(counts["completions"]).reshape(len(counts), -1)
 
@@ -96,14 +96,18 @@ def _tokenized(method: str, training: Any, data: Dataset, processor: Any) -> Dat
     for name, value in _OFF.items():
         if hasattr(quiet, name):
             setattr(quiet, name, value)
+    model_class, task_type = LlamaForCausalLM, "CAUSAL_LM"
+    if method == "reward":
+        model_class, task_type = LlamaForSequenceClassification, "SEQ_CLS"
+        config.num_labels = 1
     with tempfile.TemporaryDirectory() as folder:
         quiet.output_dir = folder
         trainer = trainer_class_of(method)(
-            model=LlamaForCausalLM(config),
+            model=model_class(config),
             args=quiet,
             train_dataset=data,
             processing_class=processor,
-            peft_config=LoraConfig(r=1, target_modules=["q_proj"], task_type="CAUSAL_LM"),  # needs no reference model
+            peft_config=LoraConfig(r=1, target_modules=["q_proj"], task_type=task_type),  # needs no reference model
         )
     rows: Dataset = trainer.train_dataset
     if len(rows) == 0:
@@ -126,6 +130,17 @@ def _of_text(row: dict[str, Any], longest: int | None, keeps_end: bool) -> dict[
     labels = row["labels"]
     prompt = next((i for i, label in enumerate(labels) if label != -100), len(labels) - 1)
     return {"prompt": prompt, "completions": [len(labels) - prompt]}
+
+
+def _of_pairs(row: dict[str, Any], longest: int | None, keeps_end: bool) -> dict[str, Any]:
+    """Count the tokens with which both rows of a pair begin, and the others.
+
+    One more counts in each row, because the last one is not only predicted, as that of a language model, but scored.
+    """
+    chosen, rejected = row["chosen_ids"], row["rejected_ids"]
+    prompt = next((i for i, (x, y) in enumerate(zip(chosen, rejected, strict=False)) if x != y), None)
+    prompt = min(len(chosen), len(rejected)) if prompt is None else prompt
+    return {"prompt": prompt, "completions": [len(x) - prompt + 1 for x in (chosen, rejected)]}
 
 
 def _of_completions(row: dict[str, Any], longest: int | None, keeps_end: bool) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import torch
 from datasets import load_dataset
 from datasets.exceptions import DatasetGenerationError
 from huggingface_hub import is_offline_mode
-from peft import AutoPeftModelForCausalLM
+from peft import AutoPeftModelForCausalLM, AutoPeftModelForSequenceClassification
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK, get_available_reporting_integrations
 from trl import get_dataset, get_peft_config, get_quantization_config
 
@@ -22,12 +22,12 @@ from . import CommandError, TrainingStoppedError, one_line
 from .arguments import REWARDS, OneLineParser, Parsed, dataclasses_of, parse
 from .commands import Process
 from .launch import launch, needs_launch, without
-from .line import DATA_FORMATS, Line
+from .line import DATA_FORMATS, Line, class_name
 
 
 def trainer_class_of(method: str) -> Any:
     """Return our trainer of a method, imported only now."""
-    return getattr(importlib.import_module("..", __package__), f"{method.upper()}Trainer")
+    return getattr(importlib.import_module("..", __package__), class_name(method, "Trainer"))
 
 
 def rewards_of(script_args: Any) -> list[Any]:
@@ -109,7 +109,8 @@ def build(method: str, parsed_arguments: Parsed, *, trainer_class: Any = None, m
     training = parsed_arguments.training
     rewards = {"reward_funcs": rewards_of(script)} if method in ("grpo", "rloo") else {}
     train, evaluation = data_sets(script, training, parsed_arguments.mixture, most_rows)
-    model, quantization_config = _model(training, parsed_arguments.model)
+    adapter_class = AutoPeftModelForSequenceClassification if method == "reward" else AutoPeftModelForCausalLM
+    model, quantization_config = _model(training, parsed_arguments.model, adapter_class)
     trainer = (trainer_class or trainer_class_of(method))(
         model=model,
         args=training,
@@ -127,8 +128,11 @@ def build(method: str, parsed_arguments: Parsed, *, trainer_class: Any = None, m
     return trainer
 
 
-def _model(training: Any, model_args: Any) -> tuple[Any, Any]:
-    """Return the model or its name, and the quantization with which the trainer loads it."""
+def _model(training: Any, model_args: Any, adapter_class: Any) -> tuple[Any, Any]:
+    """Return the model or its name, and the quantization with which the trainer loads it.
+
+    `adapter_class` is PEFT's class that loads an adapter with its base model.
+    """
     name = model_args.model_name_or_path
     arguments = model_init_arguments(training, model_args)
     quantization_config = get_quantization_config(model_args)
@@ -137,9 +141,9 @@ def _model(training: Any, model_args: Any) -> tuple[Any, Any]:
         return name, quantization_config
     # The trainer loads no adapter from a folder; PEFT loads adapters for inference by default
     training.model_init_kwargs = None
-    model = AutoPeftModelForCausalLM.from_pretrained(
-        name, is_trainable=True, quantization_config=quantization_config, **arguments
-    )
+    if adapter_class is AutoPeftModelForSequenceClassification:
+        arguments["num_labels"] = 1
+    model = adapter_class.from_pretrained(name, is_trainable=True, quantization_config=quantization_config, **arguments)
     return model, None
 
 

@@ -167,6 +167,15 @@ FEATURES = {
         {"transformers.training_args": "OptimizerNames"},
         is_refused=True,
     ),
+    "classifiers": Feature(
+        "cannot train sequence classifiers",
+        {
+            "transformers.modeling_layers": "GenericForSequenceClassification",
+            "transformers.modeling_outputs": "SequenceClassifierOutputWithPast",
+        },
+        trainers="RewardTrainer",
+        is_refused=True,
+    ),
     "checks of data": Feature(
         "leaves the checks of data to TRL",
         {_CLASSES: "_prepare_dataset", "datasets.*": "*"},
@@ -256,7 +265,7 @@ FEATURES = {
         {
             "trl.cli.*": "*",
             "trl.scripts.*": "*",
-            "trl.trainer.*_config:*": "_VALID_DICT_FIELDS",
+            "trl.trainer.*_config:*": "_VALID_DICT_FIELDS lora_task_type",
             "accelerate.commands.*": "*",
             "accelerate.utils.fsdp_utils": "*",
             "transformers.integrations.integration_utils": "*",

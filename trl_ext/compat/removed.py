@@ -30,6 +30,7 @@ _REMOVED = {
         "GRPO RLOO": "_move_model_to_vllm _fix_param_name_to_vllm _sync_fsdp_params_to_vllm _sync_fsdp1_params_to_vllm "
         "_sync_fsdp2_params_to_vllm",
     },
+    "override `evaluate`": {"Reward": "visualize_samples"},
     "set `neftune_noise_alpha`": {"SFT": "_trl_activate_neftune"},
 }
 
@@ -42,5 +43,5 @@ REMOVED_METHODS: dict[str, dict[str, str]] = {
         if trainer in trainers.split()
         for method in methods.split()
     }
-    for trainer in ("SFT", "DPO", "KTO", "GRPO", "RLOO")
+    for trainer in ("SFT", "DPO", "KTO", "GRPO", "RLOO", "Reward")
 }

@@ -43,6 +43,7 @@ REPLACED: dict[str, tuple[str, ...]] = {
     "KTOTrainer": (*_OF_ALL, _OFFLOADING, "create_model_from_path", "hash_module", "use_adapter"),
     "GRPOTrainer": (*_OF_ALL, "gather", "gather_object", "shuffle_sequence_dict", "use_adapter", "VLLMGeneration"),
     "RLOOTrainer": (*_OF_ALL, "shuffle_sequence_dict", "use_adapter"),
+    "RewardTrainer": ("get_peft_model", _OFFLOADING),
     "Trainer": ("rotate_checkpoints",),
 }
 
@@ -104,7 +105,8 @@ def built_with(
     """Make `trainer_class.__init__` attach each model's scoring head with `attach(model, **options)` in the block.
 
     TRL's trainers call the `add_fused_lm_head` of their module on the policy and on the reference model, after both
-    exist and before they precompute reference log-probs. They have no method to override at that point.
+    exist and before they precompute reference log-probs. They have no method to override at that point. A trainer for
+    which `REPLACED` does not list that name attaches its models itself.
 
     Args:
         config (`Any`): the trainer's config. `padding_free=True` is hidden, because TRL rejects it.
@@ -115,7 +117,7 @@ def built_with(
         others (`Any`): replacements for further names of the module.
     """
     module = module_of(trainer_class)
-    names = {"add_fused_lm_head": attach, **others}
+    names: dict[str, Any] = {"add_fused_lm_head": attach}
     if "adapters" in off:
         copies = True
     else:
@@ -128,7 +130,8 @@ def built_with(
         answers = chain([lambda model: False], repeat(module.is_peft_model))
         names["is_peft_model"] = lambda model: next(answers)(model)
     hidden = {"padding_free": False} if getattr(config, "padding_free", None) else {}
-    with names_replaced(trainer_class, **names), replaced(config, **hidden):
+    listed = {name: value for name, value in names.items() if name in REPLACED[trainer_class.__name__]}
+    with names_replaced(trainer_class, **listed, **others), replaced(config, **hidden):
         yield
 
 

@@ -16,11 +16,12 @@ from .coverage import check_covered
 from .policy import policy_of
 from .run import ArgumentError, Run
 from .search import counted_near
-from .step import Engine, Step, memory_of_step
+from .step import SCORE_HEAD, Engine, Step, memory_of_step
 
 # Of a micro-batch. An operator runs for each row and layer, in minutes for these rows in a large model
 MOST_ROWS = 1024
 _MOST_TOKENS = 2**26
+PAIRED = ("dpo", "reward")  # two rows for each of a batch
 _LENGTH_STEP = 64  # tokens between the lengths of rows that are tried
 # What the head computes of each token besides log-probs and entropy
 _HEAD_OUTPUTS = {"sft": ("is_top1",), "dpo": ("mean_logits", "is_top1"), "kto": ("mean_logits",)}
@@ -41,9 +42,10 @@ def step_of(run: Run) -> Step:
         raise ArgumentError(f"`--{name}` leaves rows of {longest} tokens. Set it so that rows have 2 tokens or more.")
     if not 0 <= run.prompt_length < longest:
         raise ArgumentError(f"`--prompt_length` must be from 0 to {longest - 1}, got {run.prompt_length}.")
-    rows = training.per_device_train_batch_size * (2 if run.method == "dpo" else 1)
+    rows = training.per_device_train_batch_size * (2 if run.method in PAIRED else 1)
     _check_size(rows, longest, training.per_device_train_batch_size)
-    tokens = longest - 1  # the model predicts nothing from a row's last token
+    is_scored = run.method == "reward"
+    tokens = longest if is_scored else longest - 1  # an LM predicts nothing from a row's last token
     has_reference = _has_reference(run)
     reference_batches = 0
     if has_reference:
@@ -53,10 +55,10 @@ def step_of(run: Run) -> Step:
         model=policy.make,
         rows=rows,
         tokens=tokens,
-        scored_tokens=tokens - max(run.prompt_length - 1, 0),
+        scored_tokens=1 if is_scored else tokens - max(run.prompt_length - 1, 0),
         outputs=("log_probs", "entropy", *_HEAD_OUTPUTS.get(run.method, ())),
-        head=training.head,
-        chunk_size=training.head_chunk_size,
+        head=SCORE_HEAD if is_scored else training.head,
+        chunk_size=None if is_scored else training.head_chunk_size,
         device=torch.device(run.device),
         engine=cast(Engine, run.engine),
         devices=run.devices,
@@ -83,8 +85,10 @@ def longest_rows(
 
     def bytes_of(number: int) -> int:
         on_count(next(counts))
-        tokens = (number + 1) * _LENGTH_STEP - 1
-        return memory_of_step(replace(step, tokens=tokens, scored_tokens=max(1, tokens - prompt))).peak
+        is_scored = step.head == SCORE_HEAD
+        tokens = (number + 1) * _LENGTH_STEP - (not is_scored)
+        scored_tokens = 1 if is_scored else max(1, tokens - prompt)
+        return memory_of_step(replace(step, tokens=tokens, scored_tokens=scored_tokens)).peak
 
     most = min(most_tokens, _MOST_TOKENS // step.rows)
     count = most // _LENGTH_STEP
@@ -107,7 +111,7 @@ def _check_size(rows: int, longest: int, batch_size: int) -> None:
 
 def _has_reference(run: Run) -> bool:
     """Return whether a reference scores rows in a step."""
-    if run.method == "sft":
+    if run.method in ("sft", "reward"):
         return False
     if run.samples:
         return bool(run.training.beta != 0)

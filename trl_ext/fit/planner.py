@@ -14,7 +14,7 @@ from ..planning.non_finite import steps_in_backward
 from ..planning.plan import model_reason
 from ..planning.sampled import micro_batches_of_a_step
 from .coverage import ENGINES, ENGINES_OF_CPU, WHOLE_WEIGHT_ENGINES, check_covered
-from .estimate import MOST_ROWS, step_of
+from .estimate import MOST_ROWS, PAIRED, step_of
 from .lengths import Array, Lengths
 from .options import Option, Setting, Space
 from .policy import facts_of, policy_of
@@ -56,7 +56,8 @@ class Planner:
         self.run = run.with_training(activation_offloading=False, reference_device=None)
         self.limits = limits
         self.policy = policy_of(run)
-        self.facts = facts_of(self.policy, run.training.router_aux_loss_coef)
+        # A reward model has no router loss
+        self.facts = facts_of(self.policy, getattr(run.training, "router_aux_loss_coef", 0.0))
         self.uncovered: dict[str, str] = {}
         self.engines = tuple(engine for engine in ENGINES if self._covers(engine))
         if not self.engines:
@@ -110,7 +111,7 @@ class Planner:
         training = self.run.training
         shares = self.facts.shares_prompts and training.share_prompts is not False
         if not self.run.samples:
-            return Lengths(prompts_U, completions_UC, shares=shares and self.run.method == "dpo")
+            return Lengths(prompts_U, completions_UC, shares=shares and self.run.method in PAIRED)
         return Lengths(
             prompts_U,
             np.full((len(prompts_U), 1), training.max_completion_length),
@@ -138,6 +139,8 @@ class Planner:
             return f"the loss type `{self._unknown_loss_types[0]}` is unknown to this release of trl_ext"
         if self.run.method == "kto":
             return "KTO may pair the rows of each micro-batch"
+        if self.run.method == "reward":
+            return "the loss is a mean over each micro-batch, of which the last of an epoch may have fewer pairs"
         if training.dataloader_drop_last:
             return "`dataloader_drop_last` drops rows that do not fill a micro-batch"
         if self.run.method == "sft" and self.run.devices > 1 and not training.average_tokens_across_devices:
@@ -190,7 +193,7 @@ class Planner:
             changes_batch=rows_may_move and method in ("sft", "rloo"),
             changes_budget=rows_may_move and merges,
             joined_batches=self._joined_batches if merges else 1,
-            most_rows=MOST_ROWS // (2 if method == "dpo" else 1),
+            most_rows=MOST_ROWS // (2 if method in PAIRED else 1),
         )
 
     def _settings(self, given_setting: Setting) -> Iterator[Setting]:
@@ -291,7 +294,7 @@ class Planner:
     def _reference_passes(self, option: Option) -> float:
         """Return how often the reference scores the tokens of a step, on average over the run."""
         training = self.run.training
-        if self.run.method == "sft" or (self.run.samples and training.beta == 0.0):
+        if self.run.method in ("sft", "reward") or (self.run.samples and training.beta == 0.0):
             return 0.0
         if self.run.samples or training.reference_store == "off":
             return 1.0

@@ -8,13 +8,14 @@ from typing import Any
 
 import torch
 from peft import PeftConfig, get_peft_model
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 from transformers.quantizers import AutoHfQuantizer
 from trl import get_peft_config, get_quantization_config
 
 from ..packing.packing import Packing
 from ..packing.randomness import randomness_of
 from ..packing.support import positions_by_length
+from ..scoring.classifier import unknown_class_reason
 from .run import ArgumentError, Run
 
 
@@ -83,9 +84,11 @@ def policy_of(run: Run) -> Policy:
 
     def make_base() -> Any:
         attention = arguments["attn_implementation"]
-        return AutoModelForCausalLM.from_config(
-            deepcopy(config), dtype=dtype, attn_implementation=attention, trust_remote_code=trusts
-        )
+        auto_class, own_config = AutoModelForCausalLM, deepcopy(config)
+        if run.method == "reward":
+            auto_class = AutoModelForSequenceClassification
+            own_config.num_labels = 1
+        return auto_class.from_config(own_config, dtype=dtype, attn_implementation=attention, trust_remote_code=trusts)
 
     def make() -> Any:
         model = make_base()
@@ -130,6 +133,8 @@ def facts_of(policy: Policy, router_aux_loss_coef: float | None) -> ModelFacts:
         model = policy.make()
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model
     packs = Packing(inner, padding_free=True, share_prompts=True).padded_reason is None
+    if inner.get_output_embeddings() is None:
+        packs = packs and unknown_class_reason(inner) is None
     config = inner.config.get_text_config()
     coefficient = getattr(config, "router_aux_loss_coef", 0.0) if router_aux_loss_coef is None else router_aux_loss_coef
     return ModelFacts(

@@ -13,7 +13,7 @@ class ArgumentError(ValueError):
 class Run:
     """A run of one method. This machine need not have its devices."""
 
-    method: str  # "sft", "dpo", "kto", "grpo" or "rloo"
+    method: str  # "sft", "dpo", "kto", "grpo", "rloo" or "reward"
     training: Any  # the trainer's config
     model: Any  # TRL's `ModelConfig`
     device: str = "cuda"

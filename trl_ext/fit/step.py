@@ -30,6 +30,7 @@ from ..packing.layout import Layout
 from ..packing.packing import Packing
 from ..packing.randomness import randomness_of
 from ..packing.support import backbone_of, can_rebase
+from ..scoring.classifier import unknown_class_reason
 from ..scoring.head import OpaqueHead, logit_transform, resolve_head
 from ..scoring.weight_layout import weight_layout_of
 from .engines import Zero, one_rank_of, under_fsdp2
@@ -39,6 +40,7 @@ from .records import AllocationRecords, here
 from .tiles import few_tiles
 
 _CPU = torch.device("cpu")  # that of the tensors without data
+SCORE_HEAD = "score"  # a head that scores the last token of each row
 Engine = Literal["one_process", "ddp", "fsdp2", "zero1", "zero2"]
 
 
@@ -61,7 +63,7 @@ class Step:
     scored_tokens: int  # the last tokens of each row, which the head scores
     outputs: tuple[str, ...]  # of the head
     device: torch.device  # the device for which the head chooses its tile sizes
-    head: str = "tiled"
+    head: str = "tiled"  # or `SCORE_HEAD`
     chunk_size: int | None = None  # the config's `head_chunk_size`
     autocast: torch.dtype | None = None  # of mixed precision
     accumulates: bool = False  # whether gradients of an earlier micro-batch are in memory
@@ -304,6 +306,8 @@ def _micro_batch(step: Step, passes: _Passes, fake: FakeTensorMode, records: All
     model, layers = passes
     inner = _inner_of(model)
     packing = Packing(inner, padding_free=True, share_prompts=step.shares)
+    if step.head == SCORE_HEAD:
+        packing.padded_reason = packing.padded_reason or unknown_class_reason(inner)
     shares = step.shares and packing.padded_reason is None and randomness_of(model) is None
     layout = _layout(step, model, fake, shares)
     held_before = records.held_bytes
@@ -320,6 +324,8 @@ def _micro_batch(step: Step, passes: _Passes, fake: FakeTensorMode, records: All
         offloaded = records.host - host_before
         backbone_peak = records.peak
         records.mark()
+        if step.head == SCORE_HEAD:
+            return inner.score(hidden_NH).flatten().clone()  # type: ignore[no-any-return]
         return _log_probs(step, inner, hidden_NH).clone()  # FSDP2 warns of a view
 
     inner.forward = types.MethodType(forward, inner)
@@ -374,7 +380,7 @@ def _layout(step: Step, model: Any, fake: FakeTensorMode, shares: bool) -> Layou
     for i, (row, length) in enumerate(zip(rows, lengths_B, strict=True)):
         ids_BS[i, 1:] = 1 + row.group
         ids_BS[i, max(row.prompt, 1) :] = 1 + i
-        scored_BS[i, max(row.prompt - 1, 0) : length] = True
+        scored_BS[i, length - 1 if step.head == SCORE_HEAD else max(row.prompt - 1, 0) : length] = True
     with unset_fake_temporarily():
         layout = Layout(
             ids_BS,
@@ -398,6 +404,8 @@ def _hidden_states(step: Step, packing: Packing, inner: Any, layout: Layout) -> 
     else:
         ids_BS = layout.input_ids.view(step.rows, step.tokens)
         hidden_TH = backbone_of(inner)(input_ids=ids_BS, use_cache=False).last_hidden_state.flatten(0, 1)
+        if step.head == SCORE_HEAD:  # the model's own forward scores each token
+            return hidden_TH  # type: ignore[no-any-return]
     return index_select_fp32_grad(hidden_TH, layout.at_N)
 
 

@@ -107,7 +107,8 @@ class Packing:
         Args:
             positional (`tuple`): positional arguments of the backbone. If there are any, the batch stays padded.
             inputs (`dict`): keyword arguments of the backbone.
-            labels_BS (`Tensor` of shape `(B, S)`): not shifted yet; -100 where nothing is predicted.
+            labels_BS (`Tensor` of shape `(B, S)`): not shifted yet; -100 where nothing is predicted. With one column
+                more, the last token has a label too.
             share (`bool`): whether rows may share leading tokens.
             pack (`bool`): whether the batch may be packed. If not, the first one is checked nevertheless.
         """
@@ -256,12 +257,15 @@ class HostBatch:
     @classmethod
     def of(cls, ids_BS: Tensor, mask_BS: Tensor | None, labels_BS: Tensor) -> "HostBatch":
         """Copy a batch to the host, which waits for the device once."""
-        tensors = [x for x in (ids_BS, mask_BS, labels_BS.to(ids_BS.device)) if x is not None]
+        S = ids_BS.shape[1]
+        shifted_BS = torch.nn.functional.pad(
+            labels_BS[:, 1:].to(ids_BS.device), (0, S + 1 - labels_BS.shape[1]), value=-100
+        )
+        tensors = [x for x in (ids_BS, mask_BS, shifted_BS) if x is not None]
         if ids_BS.device.type != "cpu":
             tensors = list(torch.stack([x.to(ids_BS.dtype) for x in tensors]).cpu())
         ids, *masks, labels = (x.numpy() for x in tensors)
-        scored_BS = np.zeros(ids.shape, bool)
-        np.not_equal(labels[:, 1:], -100, out=scored_BS[:, :-1])
+        scored_BS = labels != -100
         return cls(ids, masks[0] != 0 if masks else np.ones(ids.shape, bool), scored_BS)
 
     @cached_property

@@ -27,6 +27,8 @@ class BackboneForward:
     """Passes of one model through its backbone. What uses the hidden states is in classes below it."""
 
     was_called = False  # every call sets it; the caller resets and reads it
+    is_compared = False  # whether the results were compared with those of the model's own forward
+    agrees_with_model = False  # whether they were equal, at once
 
     def __init__(self, model: Any, packing: Packing) -> None:
         self._outermost = weakref.ref(model)  # the model in its wrappers; weak, because its `forward` holds this object
@@ -39,6 +41,11 @@ class BackboneForward:
         self._randomness: Randomness | None = None
         self._modules: list[nn.Module] | None = None  # of the model; None to look at all of it in the next pass
         self._functions: list[Any] = []  # hooks and replaced forwards when `_randomness` was found
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What the results depend on, besides the model. The record of the first batch's checks has it."""
+        raise NotImplementedError
 
     def take_counts(self) -> ForwardTokens:
         """Return token counts since the last call."""

@@ -9,7 +9,7 @@ import logging
 import types
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -100,8 +100,6 @@ class ScoringForward(BackboneForward):
     """The scoring forward of one model."""
 
     sequence_group: SequenceGroup | None = None  # the ranks over which the tokens of a row are split
-    is_compared = False  # whether log-probs were compared with the model's logits
-    agrees_with_model = False  # whether they were equal, at once
 
     def __init__(self, model: Any, options: ScoringOptions, model_forward: ModelForward) -> None:
         super().__init__(model, Packing(model, padding_free=options.padding_free, share_prompts=options.share_prompts))
@@ -124,6 +122,14 @@ class ScoringForward(BackboneForward):
         self.shared_routes = 0
         self.conflicts = 0
         self._checked_paths: set[tuple[bool, bool, bool, str]] = set()
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        return {
+            "forward": asdict(self.options),
+            "transform": repr(self.transform),
+            "runs_model_code": self.runs_model_code,
+        }
 
     def __call__(
         self,

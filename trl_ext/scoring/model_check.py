@@ -22,8 +22,8 @@ _TOKENS = 8
 _CLASSES = 32
 # Tolerances of the root mean square of the differences, relative to that of logits and log-probs. In bf16 a logit is
 # rounded to 1e-3 of its size, up to four times; in fp32, products of 4096 numbers are exact to 5e-6
-_TOLERANCE = 1e-4
-_COARSE_TOLERANCE = 2e-2
+TOLERANCE = 1e-4
+COARSE_TOLERANCE = 2e-2
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class ModelSample:
         cls, model: Any, forward: ModelForward, vocabulary: int, device: torch.device, *, has_mask: bool
     ) -> "ModelSample | None":
         """Run the backbone, then the whole forward, without gradients and dropout. None if the forward does not run."""
-        ids_1N = torch.tensor([_token_ids(model.config, vocabulary)], device=device)
+        ids_1N = torch.tensor([token_ids(model.config, vocabulary)], device=device)
         inputs: dict[str, Any] = {"input_ids": ids_1N, "use_cache": False}
         if has_mask:
             inputs["attention_mask"] = torch.ones_like(ids_1N)
@@ -71,7 +71,7 @@ class ModelSample:
 
     @property
     def tolerance(self) -> float:
-        return _COARSE_TOLERANCE if self.is_coarse else _TOLERANCE
+        return COARSE_TOLERANCE if self.is_coarse else TOLERANCE
 
     def repeats(self, other: "ModelSample") -> bool:
         """Whether both runs gave the same logits."""
@@ -79,7 +79,7 @@ class ModelSample:
         return bool(difference <= self.tolerance * other.logits_NV.norm()) or not bool(difference.isfinite())
 
 
-def _token_ids(config: Any, vocabulary: int) -> list[int]:
+def token_ids(config: Any, vocabulary: int) -> list[int]:
     """Return ids of different tokens, none of which stands for an image or a sound."""
     placeholders = placeholder_ids(config)
     spread = [vocabulary * number // 64 for number in range(64)]

@@ -62,6 +62,9 @@ class Scorer:
             )
         )
 
+    scorer_of_policy = "The exact LM head"  # in an error
+    compares = "8 tokens run twice, to compare log-probs with the model's own logits"  # in the first step
+
     def set_entropy_gradient(self, requires_grad: bool) -> None:
         """Set whether the entropy has a gradient in the policy's next forward. Code of the user may come to need it."""
         if requires_grad != self.policy.options.entropy_requires_grad:
@@ -116,6 +119,20 @@ class Scorer:
         """
         policy = self.policy
         policy.was_called = False
+        with self.scoring_options(entropy_requires_grad):
+            yield
+        if is_required and not policy.was_called:
+            raise RuntimeError(
+                f"{self.scorer_of_policy} did not score the policy, because something replaced `model.forward` after "
+                "the trainer was built: another trainer with the same model object, or a library that patches models. "
+                "Build this trainer last, or give each trainer its own model object."
+            )
+        agree_on_packing(self.packings)
+
+    @contextmanager
+    def scoring_options(self, entropy_requires_grad: bool | None) -> Iterator[None]:
+        """Set whether the entropy has a gradient in the `with` block; `None` changes nothing."""
+        policy = self.policy
         options = policy.options
         if entropy_requires_grad is not None:
             self.set_entropy_gradient(entropy_requires_grad)
@@ -123,13 +140,6 @@ class Scorer:
             yield
         finally:
             policy.options = options
-        if is_required and not policy.was_called:
-            raise RuntimeError(
-                "The exact LM head did not score the policy, because something replaced `model.forward` after the "
-                "trainer was built: another trainer with the same model object, or a library that patches models. "
-                "Build this trainer last, or give each trainer its own model object."
-            )
-        agree_on_packing(self.packings)
 
     def padded(self) -> AbstractContextManager[None]:
         """Keep batches padded in the `with` block. None of them counts as the first batch, which packing checks."""
@@ -152,6 +162,12 @@ class Scorer:
         difference = "TRL's log-probs are not those of the model's logits, but trl_ext's are"
         differences = [f"{difference}: {reason}" for reason in reasons]
         return f"{'; '.join([_HOW[self.options.head] + kernels, rows, *differences])}."
+
+    @property
+    def is_usual(self) -> bool:
+        """Whether the head runs as it does by default, on one device."""
+        is_default = self.options.head == "tiled" and self.options.head_kernels is None
+        return is_default and self.policy.head_rows in (None, WHOLE_HERE) and not self.differs_from_trl
 
     @property
     def differs_from_trl(self) -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 
 from ..callbacks.progress import show
 from ..callbacks.summary import show_saved
-from ..config import AddedFields
+from ..config import AddedCommonFields
 from ..planning.plan import Decision, Plan
 from .checkpointing import checkpoint_to_resume
 
@@ -18,7 +18,7 @@ class AsTRL:
     """What a trainer with `as_trl=True` does beyond TRL: it says what runs, and where the model is saved."""
 
     # Of our trainer, whose names remain where TRL has none
-    _added_fields: type[AddedFields]
+    _added_fields: type[AddedCommonFields]
     _config_class: Any
     args: Any
     model: Any

@@ -43,7 +43,7 @@ from ..compat.overrides import (
     replaces_backward,
 )
 from ..compat.replaced import built_with, next_of, replaced, unrecorded_pass
-from ..config import AddedFields, AddedReferenceFields
+from ..config import AddedCommonFields, AddedReferenceFields
 from ..distributed.detect import detect_engine, engine_mismatch, requested_engine
 from ..distributed.evaluation import check_evaluation, check_training, wrapped_in_training
 from ..distributed.lora import keep_differentiable, make_adapter
@@ -68,7 +68,6 @@ from ..reference.weights import base_of
 from ..scoring.backbone import ForwardTokens
 from ..scoring.model_inputs import watch_token_ids
 from ..scoring.scorer import Scorer
-from ..scoring.weight_layout import WHOLE_HERE
 from .as_trl import give_way_to_trl
 from .callbacks import Lifecycle, MovesReference
 from .checkpointing import Checkpoints
@@ -106,7 +105,9 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
 
     _trl_trainer: type
     _config_class: type
-    _added_fields: type[AddedFields]
+    _added_fields: type[AddedCommonFields]
+    _scorer_class: type[Scorer] = Scorer
+    _task_type = "CAUSAL_LM"  # of the model, by PEFT's name
     accelerator: Any
     ref_model: Any  # without a default, which would hide that TRL has renamed it
     _added: Any
@@ -153,7 +154,7 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
         if os.environ.get("RANK", "0") == "0":
             self._features.warn()
         config = arguments.get("args")
-        check_given(type(self).__name__, arguments, config, self._config_class)
+        check_given(type(self).__name__, arguments, config, self._config_class, self._task_type)
         check_overrides(self, arguments.values())
         self._added = self._added_fields.of(config)
         self._require_features(arguments, config)
@@ -162,7 +163,7 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
         self.token_counts = TokenCounts()
         self._phase_times = PhaseTimes()
         self._ranks = Ranks()
-        self._scorer = Scorer(self._added)
+        self._scorer = self._scorer_class(self._added)
         self._first_batch = FirstBatchChecks(self._ranks, self._scorer)
         self._non_finite = NonFiniteLoss(self, self._ranks)
         self._balance = RowBalance(self, self._ranks)
@@ -511,15 +512,8 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
 
     def _head(self) -> tuple[str, bool]:
         """Return a description of how the head runs, and whether that is the usual way."""
-        options = self._scorer.options
         device = self.accelerator.device
-        is_usual = (
-            options.head == "tiled"
-            and options.head_kernels is None
-            and self._scorer.policy.head_rows in (None, WHOLE_HERE)
-            and not self._scorer.differs_from_trl
-            and (device.type == "cpu" or triton_unavailable_reason(device) is None)
-        )
+        is_usual = self._scorer.is_usual and (device.type == "cpu" or triton_unavailable_reason(device) is None)
         return self._scorer.describe(device, self.accelerator.state.num_processes == 1), is_usual
 
     @contextmanager

@@ -8,7 +8,6 @@ import hashlib
 import logging
 import platform
 from contextlib import nullcontext, suppress
-from dataclasses import asdict
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -24,7 +23,7 @@ from ..planning.plan import Decision
 from ..reference.code import source_hash
 from ..reference.segments import write_file
 from ..reference.weights import ReferenceWeights, as_json, identity_of
-from ..scoring.forward import ScoringForward
+from ..scoring.backbone import BackboneForward
 from ..scoring.scorer import Scorer
 
 logger = logging.getLogger("trl_ext")
@@ -62,7 +61,7 @@ class FirstBatchChecks:
         self.ranks = ranks
         self.scorer = scorer
         self.pass_file: Path | None = None  # the file that says so of the policy
-        self._facts: list[tuple[ScoringForward, dict[str, Any]]] = []  # of the models that this run checks
+        self._facts: list[tuple[BackboneForward, dict[str, Any]]] = []  # of the models that this run checks
 
     @property
     def folder(self) -> Path:
@@ -116,7 +115,7 @@ class FirstBatchChecks:
         is_known = is_of_libraries(model)
         if not packs and not is_known:
             return ()
-        reason = "In the first step, 8 tokens run twice, to compare log-probs with the model's own logits."
+        reason = f"In the first step, {self.scorer.compares}."
         if packs:
             rows = f"Up to {ROWS + 1} rows of at most {columns_to_check(model)} tokens"
             reason += f" {rows} run padded and packed, to compare hidden states."
@@ -127,7 +126,7 @@ class FirstBatchChecks:
     def _path(self, facts: dict[str, Any]) -> Path:
         return self.folder / f"{identity_of(facts)}.json"
 
-    def _facts_of(self, forward: ScoringForward, model: Any, args: Any) -> dict[str, Any] | None:
+    def _facts_of(self, forward: BackboneForward, model: Any, args: Any) -> dict[str, Any] | None:
         """Return what the result of the checks depends on; `None` if that is not known, or they have run."""
         if forward.is_compared or forward.packing.checked:
             return None
@@ -137,7 +136,7 @@ class FirstBatchChecks:
             logger.debug(f"The checks of the first batch run again: {error}")
             return None
 
-    def _known_facts(self, forward: ScoringForward, model: Any, args: Any) -> dict[str, Any] | None:
+    def _known_facts(self, forward: BackboneForward, model: Any, args: Any) -> dict[str, Any] | None:
         weights = ReferenceWeights.of_model(model)
         is_moved = hasattr(model, "hf_device_map") or any(hasattr(x, "_hf_hook") for x in model.modules())
         if is_moved or not is_of_libraries(weights.base):
@@ -149,9 +148,7 @@ class FirstBatchChecks:
             "in_memory": weights.in_memory(lambda _: nullcontext()),  # raises an error for code of users
             "weights": _weights_of(weights, model),
             "classes": _sources_of(model),
-            "forward": asdict(forward.options),
-            "transform": repr(forward.transform),
-            "runs_model_code": forward.runs_model_code,
+            **forward.facts,
             "packing": forward.packing.reasons,
             "columns": columns_to_check(weights.base),
             "training": {

@@ -28,6 +28,16 @@ class Trainer(Protocol):
     _tokenizer: Any
 
 
+def _log_probs_of(inputs: dict[str, Any], outputs: Any) -> Tensor | None:
+    """Return the log-probs of a scoring forward. Virtual tokens of prompt tuning have none."""
+    if not inputs.get("fused_lm_head"):
+        return None
+    tokens = inputs.get("labels", inputs.get("input_ids"))
+    first = 0 if tokens is None else -(tokens.shape[1] - 1)
+    log_probs: Tensor = outputs.log_probs[:, first:]
+    return log_probs
+
+
 class NonFiniteLoss:
     """Implements `on_non_finite_loss`: checks the loss of each micro-batch, and names the rows at fault."""
 
@@ -61,25 +71,27 @@ class NonFiniteLoss:
                 param.grad = None
 
     @contextmanager
-    def recorded(self, model: Any) -> Iterator[list[Tensor]]:
-        """Record the log-probs that `model` is trained with in the `with` block.
+    def recorded(
+        self, model: Any, values_of: Callable[[dict[str, Any], Any], Tensor | None] = _log_probs_of
+    ) -> Iterator[list[Tensor]]:
+        """Record the values that `model` is trained with in the `with` block.
 
-        Virtual tokens of prompt tuning have none.
+        Args:
+            values_of (`Callable`): returns them from a forward's inputs and outputs; by default, log-probs.
         """
-        log_probs: list[Tensor] = []
+        recorded: list[Tensor] = []
         if self.action is None:
-            yield log_probs
+            yield recorded
             return
 
         def record(module: Any, positional: Any, inputs: dict[str, Any], outputs: Any) -> None:
-            if inputs.get("fused_lm_head") and outputs.log_probs.requires_grad:
-                tokens = inputs.get("labels", inputs.get("input_ids"))
-                first = 0 if tokens is None else -(tokens.shape[1] - 1)
-                log_probs.append(outputs.log_probs.detach()[:, first:])
+            values = values_of(inputs, outputs)
+            if values is not None and values.requires_grad:
+                recorded.append(values.detach())
 
         hook = model.register_forward_hook(record, with_kwargs=True)
         try:
-            yield log_probs
+            yield recorded
         finally:
             hook.remove()
 
