@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 import transformers as t
+from datasets import Dataset
 
+import trl_ext
 from fp32_precision import WAYS, fewer_digits
 from head_definition import floats_apart
 from model_families import batch, build
@@ -208,3 +210,25 @@ def test_every_switch_of_fp32_products_is_detected_on_its_device(way: str | None
     with fewer_digits(way) if way else nullcontext():
         assert multiplies_fp32(torch.device("cuda")) is not of_cuda
         assert multiplies_fp32(torch.device("cpu")) is not of_cpu
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_weights_of_another_half_precision_than_autocasts_are_checked(
+    dtype: str, workshop: Workshop, tmp_path: Path
+) -> None:
+    """On a CPU, torch's autocast to bf16 refuses some operations on fp16."""
+    trainer = trl_ext.SFTTrainer(
+        workshop.model("untied"),
+        args=trl_ext.SFTConfig(
+            str(tmp_path),
+            model_init_kwargs={"dtype": dtype},
+            bf16=True,
+            use_cpu=True,
+            max_steps=1,
+            report_to="none",
+            save_strategy="no",
+        ),
+        train_dataset=Dataset.from_list([{"text": f"w{i} w2 w3"} for i in range(8)]),
+    )
+    trainer.train()
+    assert trainer.explain()["packing"].action == "run"

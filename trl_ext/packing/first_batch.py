@@ -183,7 +183,7 @@ def _leaks(modules: list[nn.Module], changed_BS: Tensor) -> Iterator[list[str]]:
         if hidden.shape[:-1].numel() != changed_BS.numel():
             return
         changed = changed_BS.to(hidden.device).view(*hidden.shape[:-1], 1)
-        arguments[name] = torch.where(changed, hidden.roll(1, dims=-1) + 1, hidden)
+        arguments[name] = torch.where(changed, hidden.flip(-1) + 1, hidden)
         running_again.append(module)
         positional = [arguments.pop(number) for number in range(len(args))]
         try:
