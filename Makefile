@@ -8,7 +8,7 @@ TRL_1_15 := .venv-trl-1.15/bin/python
 TORCH_NEWEST := .venv-torch-newest/bin/python
 PYTEST := $(PYTHON) -m pytest -n 2
 
-.PHONY: demo demo-check demo-short smoke t test test-all fuzz same-bits test-part test-torch-newest test-nightly test-sampler test-axolotl try-trl lint types bench bench-training bench-passes bench-packing bench-generation bench-ahead bench-routes bench-balance bench-curves bench-plan bench-real bench-real-task bench-gpu bench-gpu-head bench-gpu-training bench-report docs dist dist-check wheels clean
+.PHONY: demo demo-check demo-short smoke t test test-all fuzz same-bits test-part test-torch-newest test-nightly test-sampler test-axolotl try-trl lint types bench bench-training bench-passes bench-packing bench-generation bench-ahead bench-routes bench-distillation bench-balance bench-curves bench-plan bench-real bench-real-task bench-gpu bench-gpu-head bench-gpu-training bench-report docs dist dist-check wheels clean
 
 # torch goes first, by its pin: any other order may fetch another build of it
 $(VENV_FOLDER)/installed: pyproject.toml constraints.txt
@@ -187,6 +187,8 @@ types: $(VENV)
 
 bench: $(VENV)
 	$(PYTHON) benchmarks/head.py --device cpu --results runs/bench
+	$(PYTHON) benchmarks/divergence.py --smoke --results runs/bench
+	$(PYTHON) benchmarks/more_trainers.py --smoke --results runs/bench
 	$(PYTHON) benchmarks/training.py --smoke --results runs/bench
 	$(PYTHON) benchmarks/passes.py --smoke --results runs/bench
 	$(PYTHON) benchmarks/packing.py --smoke --results runs/bench
@@ -219,6 +221,11 @@ bench-ahead: $(VENV)
 # Router replay in a mixture of experts: mismatch with the sampler in bf16, and time of a step; 8 minutes
 bench-routes: $(VENV)
 	$(PYTHON) benchmarks/routes.py
+
+# Steps of distillation and of reward models, and the divergence of two heads alone; 15 minutes
+bench-distillation: $(VENV)
+	$(PYTHON) benchmarks/more_trainers.py
+	$(PYTHON) benchmarks/divergence.py
 
 # How evenly ranks share tokens, by simulation and on 2 CPU processes; 5 minutes
 bench-balance: $(VENV)

@@ -193,6 +193,25 @@ def mismatch_section(runs: list[Run]) -> list[str]:
     return ["#### Router replay in a small mixture of experts in bf16", table(header, rows)]
 
 
+def divergence_section(runs: list[Run]) -> list[str]:
+    """Return the section on the divergence of two heads."""
+    header = ["`beta`", "heads", "student's head", "ours, ms", "TRL / ours", "peak, MiB", "error of the value"]
+    rows = []
+    for run in runs:
+        stock, ours = (run.lines[subject] for subject in ("trl", "trl_ext"))
+        about = [str(run.shape[name]) for name in ("beta", "heads", "student_head")]
+        times = [number(ours["median_ms"]), number(run.over("trl", "trl_ext"), ".2f")]
+        pairs = [
+            " → ".join(number(line[name], form) for line in (stock, ours))
+            for name, form in (("peak_mib", ".0f"), ("value_error", ".0e"))
+        ]
+        rows.append([*about, *times, *pairs])
+    shape = runs[0].shape
+    title = f"#### Divergence of two heads, bf16, {shape['N']} tokens, H {shape['H']}, V {shape['V']:,}"
+    text = "Forward and backward. Arrows go from TRL to ours. The error is relative to the mean divergence."
+    return [title, text, table(header, rows)]
+
+
 def longest_section(runs: list[Run]) -> list[str]:
     rows = [
         [
@@ -247,7 +266,8 @@ def sections(runs: list[Run]) -> str:
         curves = [run for run in here if "curve" in run.benchmark]
         real = [run for run in here if run.benchmark.startswith("real_")]
         mismatches = [run for run in here if "mismatch" in run.benchmark]
-        untimed = (*head, *longest, *curves, *real, *mismatches)
+        divergences = [run for run in here if run.benchmark == "divergence"]
+        untimed = (*head, *longest, *curves, *real, *mismatches, *divergences)
         timed = [run for run in here if run not in untimed and len(run.lines) == 2]
         text += [f"### {device}", origins(here)]
         if head:
@@ -255,6 +275,7 @@ def sections(runs: list[Run]) -> str:
         text += real_section(real) if real else []
         text += steps_section(timed) if timed else []
         text += mismatch_section(mismatches) if mismatches else []
+        text += divergence_section(divergences) if divergences else []
         text += longest_section(longest) if longest else []
         text += curves_section(curves) if curves else []
     return "\n\n".join(text) or NONE

@@ -21,6 +21,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
+    AutoModelForSequenceClassification,
     PreTrainedConfig,
     PreTrainedTokenizerFast,
     Qwen3_5TextConfig,
@@ -55,7 +56,7 @@ class Case:
     """A training run to measure, under the name `benchmark`."""
 
     benchmark: str
-    trainer: Literal["grpo", "dpo"]
+    trainer: Literal["grpo", "dpo", "distillation", "reward"]
     shape: Shape
     config: dict[str, Any] = field(default_factory=dict)  # for both subjects
     ours: dict[str, Any] = field(default_factory=dict)  # only for ours
@@ -156,7 +157,8 @@ def trainer_of(library: Any, case: Case, folder: str) -> Any:
         config |= case.ours
         if case.trainer == "dpo":
             config["reference_store_dir"] = folder  # do not read the store of another run
-    return (grpo if case.trainer == "grpo" else dpo)(library, case, config)
+    builders = {"grpo": grpo, "dpo": dpo, "distillation": distillation, "reward": reward_model}
+    return builders[case.trainer](library, case, config)
 
 
 def grpo(library: Any, case: Case, config: dict[str, Any]) -> Any:
@@ -212,8 +214,58 @@ def dpo(library: Any, case: Case, config: dict[str, Any]) -> Any:
     )
 
 
+def distillation(library: Any, case: Case, config: dict[str, Any]) -> Any:
+    """Build a distillation trainer. The teacher has other weights, or with LoRA those of the student's base."""
+    shape = case.shape
+
+    class Scripted(library.DistillationTrainer):
+        def _generate_single_turn(self, prompt_ids: list[list[int]], *_: Any, **__: Any) -> list[list[int]]:
+            step = self.state.global_step
+            return [completion(number_of(f"{ids} {step}"), i, shape) for i, ids in enumerate(prompt_ids)]
+
+    rows = [{"prompt": text(words(i, 1 + i * shape.prompt // PROMPTS, shape.vocabulary))} for i in range(PROMPTS)]
+    trainer = Scripted(
+        policy(shape, case.lora),
+        teacher_model=policy(shape),
+        args=library.DistillationConfig(**{"max_completion_length": shape.completion, **config}),
+        train_dataset=Dataset.from_list(rows),
+        processing_class=tokenizer(shape.vocabulary),
+        peft_config=adapter(case),
+    )
+    if not case.lora:
+        with torch.no_grad():
+            for weight in trainer.teacher_model.parameters():
+                weight += 0.02 * torch.randn_like(weight)
+    return trainer
+
+
+def reward_model(library: Any, case: Case, config: dict[str, Any]) -> Any:
+    """Build a reward trainer, on pairs whose prompts have up to `prompt` tokens."""
+    shape = case.shape
+    rows = []
+    for i in range(case.rows * shape.steps):
+        prompt = text(words(i, shape.prompt * (1 + i % 8) // 8, shape.vocabulary))
+        chosen, rejected = (text(completion(number_of(f"{side} {i}"), i + side, shape)[:-1]) for side in (0, 3))
+        rows.append({"prompt": prompt, "chosen": f" {chosen}", "rejected": f" {rejected}"})
+    torch.manual_seed(0)
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+        model_config = _config(shape)
+        model_config.num_labels = 1
+        model = AutoModelForSequenceClassification.from_config(model_config, dtype=torch.float32)
+    return library.RewardTrainer(
+        model,
+        args=library.RewardConfig(**{"max_length": None, **config}),
+        train_dataset=Dataset.from_list(rows),
+        processing_class=tokenizer(shape.vocabulary),
+        peft_config=adapter(case),
+    )
+
+
 def adapter(case: Case) -> LoraConfig | None:
-    return LoraConfig(r=16, target_modules="all-linear", lora_dropout=0.0) if case.lora else None
+    if not case.lora:
+        return None
+    task = "SEQ_CLS" if case.trainer == "reward" else None
+    return LoraConfig(r=16, target_modules="all-linear", lora_dropout=0.0, task_type=task)
 
 
 def common(shape: Shape) -> dict[str, Any]:

@@ -53,7 +53,8 @@ class Steps(TrainerCallback):
         self.taken: list[Step] = []
         self._tokens = 0
         self._no_grad_forwards = 0
-        for model in filter(None, (trainer.model, trainer.ref_model)):
+        others = (getattr(trainer, name, None) for name in ("ref_model", "teacher_model"))
+        for model in filter(None, (trainer.model, *others)):
             model.get_input_embeddings().register_forward_hook(self._count)
         trainer.add_callback(self)
 

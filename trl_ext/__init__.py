@@ -6,9 +6,10 @@ from typing import TYPE_CHECKING, Any
 from .version import NEEDS_TRL, __version__
 
 if TYPE_CHECKING:
-    from .config import DPOConfig, GRPOConfig, KTOConfig, RewardConfig, RLOOConfig, SFTConfig
+    from .config import DistillationConfig, DPOConfig, GRPOConfig, KTOConfig, RewardConfig, RLOOConfig, SFTConfig
     from .heads.linear_log_probs import linear_log_probs
     from .heads.logits import LinearLogProbs
+    from .trainers.distillation import DistillationTrainer
     from .trainers.dpo import DPOTrainer
     from .trainers.grpo import GRPOTrainer
     from .trainers.kto import KTOTrainer
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
 __all__ = [
     "DPOConfig",
     "DPOTrainer",
+    "DistillationConfig",
+    "DistillationTrainer",
     "GRPOConfig",
     "GRPOTrainer",
     "KTOConfig",
@@ -38,6 +41,8 @@ __all__ = [
 _DEFINED_IN = {
     "DPOConfig": ".config",
     "DPOTrainer": ".trainers.dpo",
+    "DistillationConfig": ".config",
+    "DistillationTrainer": ".trainers.distillation",
     "GRPOConfig": ".config",
     "GRPOTrainer": ".trainers.grpo",
     "KTOConfig": ".config",

@@ -50,6 +50,7 @@ _FEATURES = {
     "generation_lag",
     "dynamic_sampling",
     "vllm_engine_args",
+    "completion_column",
 }
 
 
@@ -346,6 +347,56 @@ class AddedGRPOFields(AddedGroupFields, AddedStepFields):
         super().__post_init__()
 
 
+@with_help
+@dataclass
+class AddedDistillationFields(AddedCommonFields):
+    """The fields that trl_ext adds to TRL's `DistillationConfig`, in addition to [`AddedCommonFields`]."""
+
+    head_chunk_size: int | None = None
+    """Tokens in a tile of the two heads. Changes memory and speed, and results only by rounding. `None`: chosen
+    automatically."""
+
+    completion_column: str | None = None
+    """Column of completions, text or messages, on which to distill. `None`: the student samples, as in TRL."""
+
+    teacher_device: str | None = field(default=None, metadata={"choices": ["cpu"]})
+    """Where to keep the teacher. `"cpu"`: in host memory, copied to the device layer by layer in each pass. `None`: on
+    the device, as in TRL."""
+
+    teacher_store: str = field(default="off", metadata={"choices": ["off", "disk"]})
+    """With `completion_column`, whether to keep the teacher's last hidden states, so that it scores each row once.
+    `"disk"`: for this and later runs, which load only the teacher's head. `"off"`: the teacher scores every batch."""
+
+    teacher_store_dir: str | None = None
+    """Folder of the store. `None`: `trl_ext_teacher_states` in the cache of `datasets` (`HF_DATASETS_CACHE`)."""
+
+    def __post_init__(self) -> None:
+        check_declared(self, AddedDistillationFields)
+        if self.teacher_store != "off" and self.completion_column is None:
+            raise ValueError(
+                f"`teacher_store={self.teacher_store!r}` needs `completion_column`, because sampled completions "
+                "change. Set it, or leave `teacher_store` out."
+            )
+        if self.teacher_store_dir is not None and self.teacher_store == "off":
+            raise ValueError(
+                f'`teacher_store_dir={self.teacher_store_dir!r}` needs `teacher_store="disk"`. Set it, or remove '
+                "`teacher_store_dir`."
+            )
+        if self.teacher_store_dir is not None and self.teacher_folder.exists() and not self.teacher_folder.is_dir():
+            raise ValueError(
+                f"`teacher_store_dir={self.teacher_store_dir!r}` is a file. Pass a folder, which is created if it does "
+                "not exist."
+            )
+        super().__post_init__()
+
+    @property
+    def teacher_folder(self) -> Path:
+        """The folder of the store, with one folder for each teacher in it."""
+        if self.teacher_store_dir is not None:
+            return Path(os.path.expanduser(self.teacher_store_dir))
+        return Path(datasets.config.HF_DATASETS_CACHE) / "trl_ext_teacher_states"
+
+
 def _names_unknown(cls: Any) -> Any:
     """Make the error of `cls(...)` for an unknown argument name what replaces it."""
     init = cls.__init__
@@ -415,6 +466,15 @@ class RLOOConfig(AddedGroupFields, config_of_trl("RLOOConfig")):  # type: ignore
 
 @_names_unknown
 @dataclass
+class DistillationConfig(AddedDistillationFields, config_of_trl("DistillationConfig")):  # type: ignore[misc]
+    # docstyle-ignore
+    """
+    TRL's [`~trl.DistillationConfig`] with all its arguments and defaults, and the fields below.
+    """
+
+
+@_names_unknown
+@dataclass
 class RewardConfig(AddedCommonFields, config_of_trl("RewardConfig")):  # type: ignore[misc]
     # docstyle-ignore
     """
@@ -440,6 +500,7 @@ ADDED_FIELDS: dict[Any, type[AddedCommonFields]] = {
     KTOConfig: AddedStoreFields,
     GRPOConfig: AddedGRPOFields,
     RLOOConfig: AddedGroupFields,
+    DistillationConfig: AddedDistillationFields,
     RewardConfig: AddedCommonFields,
 }
 for _config, _added_fields in ADDED_FIELDS.items():

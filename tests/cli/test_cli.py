@@ -20,7 +20,7 @@ import rewards
 from launch import launch
 from memory_estimates import CASES, estimated, estimated_and_measured, parsed, run_of_case
 from memory_estimates_on_ranks import ON_RANKS
-from tiny import Workshop, preferences, prompts
+from tiny import REFERENCE_SEED, Workshop, preferences, prompts
 from trl_ext.cli import TrainingStoppedError
 from trl_ext.cli.__main__ import main
 from trl_ext.cli.commands import COMMANDS
@@ -52,6 +52,7 @@ def arguments(workshop: Workshop, tmp_path: Path) -> dict[str, list[str]]:
         "grpo": only_prompts,
         "rloo": only_prompts,
         "reward": pairs,
+        "distillation": only_prompts,
     }
     for method, rows in rows_of.items():
         (tmp_path / method).mkdir()
@@ -63,7 +64,9 @@ def arguments(workshop: Workshop, tmp_path: Path) -> dict[str, list[str]]:
     ]
     grpo = ["--num_generations", "2", "--max_completion_length", "4", "--reward_funcs", "rewards.id_reward"]
     samples = ["--per_device_train_batch_size", "4", *grpo]
-    of_method = {"grpo": samples, "rloo": samples}
+    teacher = workshop.model("untied", seed=REFERENCE_SEED)
+    distillation = ["--teacher_model_name_or_path", teacher, "--max_completion_length", "4"]
+    of_method = {"grpo": samples, "rloo": samples, "distillation": distillation}
     return {
         method: ["--dataset_name", str(tmp_path / method), *common, "--per_device_train_batch_size", "2"]
         + of_method.get(method, [])
@@ -113,7 +116,11 @@ def test_a_run_as_stock_trl(arguments, tmp_path: Path, capsys: pytest.CaptureFix
 
 
 @pytest.mark.parametrize(
-    "method", ["sft", "rloo", "reward", *(pytest.param(x, marks=pytest.mark.slow) for x in ("dpo", "kto", "grpo"))]
+    "method",
+    [
+        *("sft", "rloo", "reward", "distillation"),
+        *(pytest.param(x, marks=pytest.mark.slow) for x in ("dpo", "kto", "grpo")),
+    ],
 )
 def test_the_same_command_begins_and_then_resumes(
     method: str, arguments, tmp_path: Path, caplog: pytest.LogCaptureFixture

@@ -27,7 +27,9 @@ def _in_clone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("adapter", fast_first(("LoRA", "full"), "LoRA"))
-@pytest.mark.parametrize("method", fast_first(("sft", "dpo", "kto", "grpo", "rloo", "reward"), "dpo", "grpo"))
+@pytest.mark.parametrize(
+    "method", fast_first(("sft", "dpo", "kto", "grpo", "rloo", "reward", "distillation"), "dpo", "grpo")
+)
 def test_the_demos_model_trains_as_in_trl(method: str, adapter: str, capsys: pytest.CaptureFixture[str]) -> None:
     status = main(["compare", method, "--steps", "2", *(() if adapter == "LoRA" else demo_words(method, lora=False))])
     printed = capsys.readouterr().out
@@ -35,7 +37,7 @@ def test_the_demos_model_trains_as_in_trl(method: str, adapter: str, capsys: pyt
     assert printed.endswith("\nEqual up to rounding.\n")
     tokens = next(line.split() for line in printed.splitlines() if line.startswith("tokens in a step, median"))
     assert int(tokens[-3].replace(",", "")) > int(tokens[-2].replace(",", ""))
-    assert ("calls of `generate`" in printed) == (method in ("grpo", "rloo"))
+    assert ("calls of `generate`" in printed) == (method in ("grpo", "rloo", "distillation"))
     assert max(map(len, printed.splitlines()[:-3])) <= 200
 
 

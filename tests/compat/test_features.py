@@ -23,7 +23,7 @@ CONCERNED = {
     "trl.trainer.rloo_trainer|shuffle_sequence_dict": "RLOO",
     "transformers.modeling_utils|ALL_ATTENTION_FUNCTIONS": "DPO KTO",  # and sequence parallelism, without a warning
     "transformers.generation.utils:GenerationMixin|_get_logits_processor": "GRPO",
-    "transformers.trainer|rotate_checkpoints": "SFT DPO KTO GRPO RLOO Reward",
+    "transformers.trainer|rotate_checkpoints": "SFT DPO KTO GRPO RLOO Reward Distillation",
     "peft.utils.other|AuxiliaryTrainingWrapper": "",
     "trl.scripts.utils:TrlParser|error": "",
 }
@@ -35,7 +35,7 @@ def test_only_trainers_that_have_a_feature_say_that_it_is_off(text: str, monkeyp
     assert name in NAMES[place]
     monkeypatch.setattr("trl_ext.compat.features.MOVED", [Moved(place, name, f"`{place}` has no `{name}`")])
     concerned = []
-    for trainer in ("SFT", "DPO", "KTO", "GRPO", "RLOO", "Reward"):
+    for trainer in ("SFT", "DPO", "KTO", "GRPO", "RLOO", "Reward", "Distillation"):
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             try:

@@ -12,13 +12,14 @@ from trl_ext import config
 
 ADDED = {
     "All configs": config.AddedCommonFields,
-    "All but `RewardConfig`": config.AddedFields,
-    "All but `SFTConfig` and `RewardConfig`": config.AddedReferenceFields,
+    "All but `DistillationConfig` and `RewardConfig`": config.AddedFields,
+    "All but `SFTConfig`, `DistillationConfig` and `RewardConfig`": config.AddedReferenceFields,
     "`DPOConfig` and `GRPOConfig`": config.AddedStepFields,
     "`DPOConfig` and `KTOConfig`": config.AddedStoreFields,
     "`GRPOConfig` and `RLOOConfig`": config.AddedGroupFields,
     "`DPOConfig`": config.AddedDPOFields,
     "`GRPOConfig`": config.AddedGRPOFields,
+    "`DistillationConfig`": config.AddedDistillationFields,
 }
 
 

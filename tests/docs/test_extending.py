@@ -28,6 +28,7 @@ ROOT = Path(__file__).parents[2]
 CLASSES = {name for name in trl_ext.__all__ if name.endswith("Trainer")}
 PREFIXES = {name.removesuffix("Trainer") for name in CLASSES}
 METHODS = {prefix.lower() for prefix in PREFIXES}
+NOT_ESTIMATED = {"distillation"}  # `estimate` and `plan` say so
 CONFIGS = {name.replace("Trainer", "Config") for name in CLASSES}
 
 
@@ -57,7 +58,7 @@ TABLES: dict[str, tuple[set[str], set[str]]] = {
     "trl_ext/checks/names.py": ({*names.OTHER_NAMES_OF}, METHODS),
     "trl_ext/checks/data.py": (
         named_in("trl_ext/checks/data.py", r"METHOD (\(`METHODTrainer`|reads)|or METHOD\b|`METHODTrainer` reads"),
-        METHODS,
+        METHODS - {"distillation"},  # it reads what GRPO does
     ),
     "trl_ext/cli/line.py": ({*line.METHODS}, METHODS),
     "trl_ext/cli/demo.py": ({*demo._OF_METHOD}, METHODS),
@@ -69,8 +70,11 @@ TABLES: dict[str, tuple[set[str], set[str]]] = {
     "tests/support/fuzz_fields.py": ({*fuzz_fields.ALL}, METHODS),
     "tests/support/same_bits.py": ({*same_bits.TRAINERS}, METHODS),
     "tests/support/matrix_rows.py": ({x[0] for x in (*matrix_rows.ROWS, *matrix_rows.OTHER_ROWS)}, METHODS),
-    "tests/support/memory_estimates.py": ({method for method, *_ in memory_estimates.CASES.values()}, METHODS),
-    "tests/support/plan_cases.py": ({case.method for case in plan_cases.CASES.values()}, METHODS),
+    "tests/support/memory_estimates.py": (
+        {method for method, *_ in memory_estimates.CASES.values()},
+        METHODS - NOT_ESTIMATED,
+    ),
+    "tests/support/plan_cases.py": ({case.method for case in plan_cases.CASES.values()}, METHODS - NOT_ESTIMATED),
     "tests/trainers/mistakes.txt": (named_in("tests/trainers/mistakes.txt", r"(?i:^>>> b\.METHOD\()"), METHODS),
     "tests/cli/mistakes.txt": (named_in("tests/cli/mistakes.txt", r"(?i:\$METHOD\b)"), METHODS),
     "README.md": (named_in("README.md", r"`METHODTrainer`|`METHODConfig`|import METHODConfig"), METHODS),
@@ -98,14 +102,14 @@ def recipe() -> set[str]:
 
 
 # A trainer's own files, and those of DPO's loss type `sft`
-OWN = re.compile(r"(trainers|planning|compat)/(sft|dpo|kto|grpo|rloo|reward|sampled)(_\w+)?\.py")
+OWN = re.compile(r"(trainers|planning|compat)/(sft|dpo|kto|grpo|rloo|reward|distillation|sampled)(_\w+)?\.py")
 
 
 def names_a_trainer(path: Path) -> bool:
     """Return whether the code of a file names a trainer, its config or its method, or DPO's `sft`."""
     for token in tokenize.generate_tokens(io.StringIO(path.read_text()).readline):
         if token.type in (tokenize.NAME, tokenize.STRING) and re.fullmatch(
-            r'"(sft|kto|rloo)"|"?(SFT|DPO|KTO|GRPO|RLOO|Reward)(Trainer|Config)"?', token.string
+            r'"(sft|kto|rloo)"|"?(SFT|DPO|KTO|GRPO|RLOO|Reward|Distillation)(Trainer|Config)"?', token.string
         ):
             return True
     return False

@@ -174,7 +174,7 @@ def test_prepare_model_does_not_move_it_and_other_moves_are_errors():
     assert model.to(device) is model.to("meta") is model
     assert {param.device.type for param in model.parameters()} == {"cpu"}
     for wrong in (torch.bfloat16, "cpu"):
-        with pytest.raises(RuntimeError, match="keeps the reference model in host memory"):
+        with pytest.raises(RuntimeError, match="keeps this model in host memory"):
             model.to(wrong)
 
 

@@ -15,7 +15,7 @@ import trl_ext
 from trl_ext.distributed import gradients as gradient_factor
 from trl_ext.distributed import sequence_parallel
 from trl_ext.heads import dense as given_product
-from trl_ext.heads import products, tiled
+from trl_ext.heads import divergence, products, tiled
 from trl_ext.heads import tiled as trained
 from trl_ext.heads.adapters import Factors, ReplacedRows, low_rank_term
 from trl_ext.heads.dense import log_probs_from_logits
@@ -67,7 +67,25 @@ def given_logits(hidden: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     return log_probs_from_logits(hidden @ weight.t() + bias, TARGETS, TRANSFORM, ("log_probs",)).log_probs
 
 
-HEADS = [frozen_head, trained_head, dense_head, head_with_adapter, given_logits]
+def divergence_of_heads(hidden: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    student = divergence.DivergenceHead(weight, bias, TRANSFORM)
+    teacher = divergence.DivergenceHead(draw(V, 8), None, LogitTransform())
+    return divergence.linear_divergence(hidden, student, draw(24, 8), teacher, 0.3).divergence
+
+
+def divergence_of_frozen_heads(hidden: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    return divergence_of_heads(hidden, weight.detach(), bias.detach())
+
+
+HEADS = [
+    frozen_head,
+    trained_head,
+    dense_head,
+    head_with_adapter,
+    given_logits,
+    divergence_of_heads,
+    divergence_of_frozen_heads,
+]
 
 
 def inputs() -> list[Tensor]:
@@ -121,6 +139,8 @@ FUNCTIONS: dict[type, Callable[..., Tensor]] = {
     trained.TiledLogProbsRecompute: trained_head,
     given_product._LogProbsFromLogits: given_logits,
     products.ExactLinear: dense_head,
+    divergence._DivergenceFrozen: divergence_of_frozen_heads,
+    divergence._DivergenceRecompute: divergence_of_heads,
     gather._IndexSelectFP32Grad: lambda hidden, *_: index_select_fp32_grad(hidden.bfloat16(), TARGETS % 3).sum(1),
     gradient_factor._ScaleGrad: lambda hidden, *_: gradient_factor.scale_grad(hidden, 0.5).sum(1),
 }

@@ -20,7 +20,12 @@ from drop_in_cases import Case
 from rewards import REWARDS
 from tiny import REFERENCE_SEED, ROLLOUTS, Workshop, add, lora_config, preferences, prompts
 
+_PREFIXES = ("DPO", "GRPO", "SFT", "KTO", "RLOO", "Distillation", "Reward")
+
 PROMPT_LEARNING = {"prompt_tuning": PromptTuningConfig, "prefix_tuning": PrefixTuningConfig}
+
+# Student -> a teacher of another size, with the same vocabulary
+TEACHERS = {"tied": "untied"}
 
 # Wall-clock times differ between runs of the same code, and are the only metrics that are not compared.
 WALL_CLOCK = (
@@ -48,16 +53,19 @@ class Trainers:
     kto_config: type | None = None
     rloo_trainer: type | None = None
     rloo_config: type | None = None
+    distillation_trainer: type | None = None
+    distillation_config: type | None = None
     reward_trainer: type | None = None
     reward_config: type | None = None
+    has_base_as_teacher: bool = False  # in distillation with LoRA
     # Whether a subclass records losses and batches
     records_batches: bool = True
 
     @classmethod
     def of(cls, library: Any) -> "Trainers":
-        methods = ("DPO", "GRPO", "SFT", "KTO", "RLOO", "Reward")
-        names = [f"{name}{kind}" for name in methods for kind in ("Trainer", "Config")]
-        return cls(*(getattr(library, name, None) for name in names))  # an earlier release may lack a trainer
+        names = [f"{name}{kind}" for name in _PREFIXES for kind in ("Trainer", "Config")]
+        # An earlier release may lack a trainer
+        return cls(*(getattr(library, name, None) for name in names), has_base_as_teacher=library.__name__ == "trl_ext")
 
     def only_ours(self, case: Case) -> dict[str, Any]:
         """Return the arguments of `case` that only our config has, if this is ours."""
@@ -106,7 +114,16 @@ def build_trainer(case: Case, trainers: Trainers, workshop: Workshop, output_dir
         "learning_rate": case.learning_rate,
         **case.config,
     }
-    build = {"dpo": _dpo, "grpo": _grpo, "sft": _sft, "kto": _kto, "rloo": _rloo, "reward": _reward}[case.trainer]
+    builders = {
+        "dpo": _dpo,
+        "grpo": _grpo,
+        "sft": _sft,
+        "kto": _kto,
+        "rloo": _rloo,
+        "reward": _reward,
+        "distillation": _distillation,
+    }
+    build = builders[case.trainer]
     return build(case, config, trainers, workshop, trainer_class)
 
 
@@ -222,6 +239,26 @@ def _rloo(case: Case, config: dict[str, Any], trainers: Trainers, workshop: Work
         args=trainers.rloo_config(**{**base, **config, **trainers.only_ours(case)}),
         train_dataset=prompts(case.prompts, seed=1, conversational=case.model == "chat"),
         eval_dataset=_eval_sets(case, config, lambda seed: prompts(4, seed, conversational=case.model == "chat")),
+        **_policy(case, workshop),
+    )
+
+
+def _distillation(
+    case: Case, config: dict[str, Any], trainers: Trainers, workshop: Workshop, trainer_class: type
+) -> Any:
+    conversational = case.model == "chat"
+    base = {"per_device_train_batch_size": 4, "max_completion_length": 8, "temperature": 0.9}
+    train_dataset = prompts(case.prompts, seed=1, conversational=conversational)
+    if case.setup == "lora_of_base":
+        teacher = None if trainers.has_base_as_teacher else workshop.model(case.model)
+    else:
+        teacher = workshop.model(TEACHERS.get(case.model, case.model), seed=REFERENCE_SEED)
+    return trainer_class(
+        teacher_model=teacher,
+        args=trainers.distillation_config(**{**base, **config, **trainers.only_ours(case)}),
+        train_dataset=train_dataset.to_iterable_dataset() if case.streaming else train_dataset,
+        eval_dataset=_eval_sets(case, config, lambda seed: prompts(4, seed, conversational=conversational)),
+        tools=[add] if case.rollout == "tool_call" else None,
         **_policy(case, workshop),
     )
 

@@ -17,6 +17,7 @@ _RUNS = {
     "DPO": f"--dataset_name pairs {_COMMON}",
     "KTO": f"--dataset_name labelled {_COMMON}",
     "REWARD": f"--dataset_name pairs {_COMMON}",
+    "DISTILLATION": f"--dataset_name prompts {_COMMON} --teacher_model_name_or_path $MODEL --max_completion_length 4",
     **dict.fromkeys(
         ("GRPO", "RLOO"),
         f"--dataset_name prompts {_COMMON} --reward_funcs my_rewards.py:brevity --num_generations 2 "

@@ -45,11 +45,23 @@ TRAINERS: dict[str, tuple[Any, ...]] = {
     "reference": (trl.DPOTrainer, trl.KTOTrainer, trl.GRPOTrainer, trl.RLOOTrainer),
     "generation": (trl.GRPOTrainer, trl.RLOOTrainer),
     "reward": (trl.RewardTrainer,),
-    "": (trl.SFTTrainer, trl.DPOTrainer, trl.KTOTrainer, trl.GRPOTrainer, trl.RLOOTrainer, trl.RewardTrainer),
+    "distillation": (trl.DistillationTrainer,),
+    "teacher": (trl.DistillationTrainer,),
+    "column": (trl.DistillationTrainer,),
+    "": (
+        trl.SFTTrainer,
+        trl.DPOTrainer,
+        trl.KTOTrainer,
+        trl.GRPOTrainer,
+        trl.RLOOTrainer,
+        trl.RewardTrainer,
+        trl.DistillationTrainer,
+    ),
 }
 
 BATCH_ENTRIES: dict[type, tuple[str, ...]] = {
     trl.GRPOTrainer: ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "tool_mask", "pixel_values"),
+    trl.DistillationTrainer: ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "tool_mask"),
     trl.DPOTrainer: ("input_ids", "completion_mask", "ref_chosen_logps", "ref_rejected_logps"),
 }
 

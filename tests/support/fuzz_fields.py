@@ -19,7 +19,8 @@ SFT, DPO, KTO, GRPO, RLOO, REWARD = ("sft",), ("dpo",), ("kto",), ("grpo",), ("r
 STORING, GROUPED = DPO + KTO, GRPO + RLOO
 ROWS = SFT + STORING + REWARD  # the trainers whose data set is tokenized before training
 LANGUAGE_MODELS = SFT + STORING + GROUPED
-ALL = ROWS + GROUPED
+DISTILLATION = ("distillation",)
+ALL = ROWS + GROUPED + DISTILLATION
 
 Drawn = dict[str, Any]  # what has been drawn, by name
 
@@ -99,6 +100,8 @@ FIELDS = (
     _(ALL, 1.0, model=_MODELS),
     _(REWARD, 1.0, model=_CLASSIFIERS),
     _(REWARD, 1.0, setup=("full", "full", "lora", "prompt_tuning")),
+    # A hook of a user on the student also changes a teacher that is its base model, so that is not compared
+    _(DISTILLATION, 1.0, setup=("full", "full", "lora")),
     _(SFT, 1.0, setup=("full", "full", "lora", "prompt_tuning")),
     _(DPO, 1.0, setup=("full", "lora", "lora", "ref_adapter", "ref_model", "lora_ref_model", "prompt_tuning")),
     _(KTO, 1.0, setup=("full", "lora", "ref_adapter", "ref_model", "prompt_tuning")),
@@ -106,7 +109,7 @@ FIELDS = (
     _(RLOO, 1.0, setup=("full", "full", "lora", "ref_adapter", "prompt_tuning")),
     _(ALL, 1.0, lambda d: d["setup"].startswith("lora") and d["model"] != "experts", lora=_LORA),
     _(ALL, 1.0, lambda d: d["setup"].startswith("lora") and d["model"] == "experts", lora=(ATTENTION_ONLY,)),
-    _(ALL, 0.3, _is("model", "experts"), router_aux_loss_coef=(0.0, 0.5)),
+    _(LANGUAGE_MODELS, 0.3, _is("model", "experts"), router_aux_loss_coef=(0.0, 0.5)),
     # What is called, and for how long
     _(
         ALL,
@@ -116,8 +119,8 @@ FIELDS = (
     _(ALL, 1.0, steps=(2, 3, 4)),
     _(ALL, 0.2, steps=(-1,), num_train_epochs=(1, 2, 1.5)),
     _(ROWS, 0.5, rows=(9, 10, 11, 13)),
-    _(GROUPED, 1.0, prompts=(24, 24, 11, 13)),
-    _(GROUPED, 1.0, _is("steps", -1), prompts=(8, 9)),
+    _(GROUPED + DISTILLATION, 1.0, prompts=(24, 24, 11, 13)),
+    _(GROUPED + DISTILLATION, 1.0, _is("steps", -1), prompts=(8, 9)),
     # Steps
     _(ALL, 0.3, gradient_accumulation_steps=(2, 3)),
     _(ALL, 0.2, gradient_checkpointing=(True,)),
@@ -240,7 +243,7 @@ FIELDS = (
     _(GROUPED, 0.3, _evaluates, num_generations_eval=(2,)),
     _(GROUPED, 0.5, steps_per_generation=(1, 2, 3, 4)),
     _(GROUPED, 0.4, num_iterations=(2, 3)),
-    _(GROUPED, 1.0, max_completion_length=(1, 2, 5, 8, 8, 16)),
+    _(GROUPED + DISTILLATION, 1.0, max_completion_length=(1, 2, 5, 8, 8, 16)),
     # Otherwise every completion is truncated
     _(
         GROUPED,
@@ -248,12 +251,16 @@ FIELDS = (
         lambda d: d["model"] != "chat" and d["max_completion_length"] > 1,
         mask_truncated_completions=(True,),
     ),
-    _(GROUPED, 0.3, temperature=(0.7, 1.6)),
+    _(GROUPED + DISTILLATION, 0.3, temperature=(0.7, 1.6)),
     _(GROUPED, 1.0, rewards=(("id",), ("id",), ("half_dead",), ("half_dead",), ("short",), ("unscorable",))),
     _(GROUPED, 0.15, rewards=(("id", "short"),), reward_weights=([1.0, 0.5], None)),
     _(GRPO, 0.4, lambda d: len(d["rewards"]) == 2, multi_objective_aggregation=("normalize_then_sum",)),
     _(GRPO, 1.0, rollout=("scripted", "scripted", "masked", "masked_whole", "near_sampler")),
-    _(RLOO, 1.0, rollout=("generate",)),
+    _(RLOO + DISTILLATION, 1.0, rollout=("generate",)),
+    # Distillation
+    _(DISTILLATION, 1.0, per_device_train_batch_size=(1, 2, 4)),
+    _(DISTILLATION, 1.0, per_device_eval_batch_size=(2, 3)),
+    _(DISTILLATION, 1.0, beta=(0.0, 0.3, 0.5, 1.0)),
     # GRPO and RLOO: the loss
     _(GRPO, 1.0, loss_type=tuple(GRPO_LOSSES)),
     _(GRPO, 0.5, lambda d: d["setup"] != "full", beta=(0.05, 0.2)),
@@ -319,7 +326,7 @@ FIELDS = (
     ),
     _(ALL, 0.2, lambda d: "ours_padding_free" not in d, share_prompts=(False,)),
     _(LANGUAGE_MODELS, 0.1, head=("dense",)),
-    _(LANGUAGE_MODELS, 0.2, head_chunk_size=(1, 3, 17)),
+    _(LANGUAGE_MODELS + DISTILLATION, 0.2, head_chunk_size=(1, 3, 17)),
     _(ALL, 0.2, on_non_finite_loss=("stop", "skip")),
     _(STORING, 0.4, reference_store=lambda d: ("memory",) if d.get("precompute_ref_log_probs") else ("memory", "off")),
     _(DPO + GRPO, 0.2, max_tokens_per_micro_batch=(1, 30, 80)),
@@ -336,7 +343,8 @@ NOT_DRAWN = {
     "an attention bias or a length column that these data sets lack": "length_column_name",
     "rounding in 16 bits: tests/trainers compares it with float64": "bf16 fp16 tf32 bf16_full_eval fp16_full_eval",
     "needs a GPU, and changes no number": "activation_offloading torch_empty_cache_steps torch_compile "
-    "torch_compile_backend torch_compile_mode use_cpu dataloader_pin_memory reference_device head_kernels",
+    "torch_compile_backend torch_compile_mode use_cpu dataloader_pin_memory reference_device head_kernels "
+    "teacher_device",
     "needs another package": "use_liger_kernel liger_kernel_config",
     "of several ranks: tests/distributed": "balance ds3_gather_for_generation accelerator_config parallelism_config "
     "ddp_find_unused_parameters ddp_bucket_cap_mb ddp_broadcast_buffers ddp_static_graph ddp_backend ddp_timeout fsdp "
@@ -363,7 +371,9 @@ NOT_DRAWN = {
     "of `compute_metrics`, which TRL's trainers have no labels for": "include_for_metrics batch_eval_metrics",
     "of the process: deterministic algorithms, memory that ran out": "full_determinism auto_find_batch_size",
     "set by the runner": "output_dir max_steps learning_rate seed",
-    "each run has its folder": "reference_store_dir",
+    "each run has its folder": "reference_store_dir teacher_store_dir",
+    "completions of the data: tests/trainers/test_teacher_store.py": "completion_column teacher_store",
+    "of the teacher's loading": "teacher_model_name_or_path teacher_model_revision teacher_model_init_kwargs",
     "stock TRL: tests/trainers/test_as_trl.py": "as_trl",
     "TRL has no counterpart": "policy_adapter_name ref_adapter_name reward_scale rpo_average_log_probs "
     "sft_label_smoothing sft_label_smoothing_convention force_on_policy_ratio",
@@ -379,8 +389,10 @@ _OF_CASE = {field.name for field in fields(Case)} - {"name", "config", "ours"}
 def draw_case(seed: int) -> Case:
     """Return the case of a draw: arguments of TRL's config, those of ours alone, and what is trained."""
     trainer = random.Random(f"{seed} trainer").choice(("sft", "dpo", "dpo", "kto", "grpo", "grpo", "grpo", "rloo"))
-    if random.Random(f"{seed} reward").random() < 0.1:  # apart, so that the other draws stay as they were
-        trainer = "reward"
+    # Apart, with a word that leaves the draws that `test_fuzz.py` names as they were
+    other = random.Random(f"{seed} other trainer 171").random()
+    if other < 0.2:
+        trainer = "reward" if other < 0.1 else "distillation"
     drawn: Drawn = {"trainer": trainer}
     for row in FIELDS:
         # A generator for each row, so that a change of one leaves the others as they are

@@ -2,6 +2,7 @@
 
 import os
 import random
+import warnings
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
@@ -101,6 +102,11 @@ OTHER_ROWS = [
     for trainer in ("sft", "kto", "rloo", "reward")
     for mode, model in (("full", "untied"), ("lora", "tied"))
 ]
+# "smoothed": full fine-tuning with smoothed labels; "base": a LoRA student of its own base model
+OTHER_ROWS += [("sft", "smoothed", "odd")]
+OTHER_ROWS += [
+    ("distillation", mode, model) for mode, model in (("full", "untied"), ("lora", "tied"), ("base", "tied"))
+]
 FAMILY_ROWS = [("dpo", "full", "hybrid"), ("grpo", "lora", "hybrid"), ("dpo", "full", "vision")]
 OWN_CODE_ROWS = [("dpo", "full", "layers"), ("grpo", "lora", "layers")]
 
@@ -199,7 +205,16 @@ def train(engine: Engine, trainer: str, mode: str, model: str, synced: bool = Tr
     """Train one row, from the checkpoint `model` and, with LoRA, the adapter saved beside it."""
     per_device = MICRO_BATCH // (1 if engine.replicates_tokens else engine.processes)
     trainers = Trainers.of(library)
-    build = {"dpo": _dpo, "grpo": _grpo, "sft": _sft, "kto": _kto, "rloo": _rloo, "reward": _reward}[trainer]
+    builders = {
+        "dpo": _dpo,
+        "grpo": _grpo,
+        "sft": _sft,
+        "kto": _kto,
+        "rloo": _rloo,
+        "reward": _reward,
+        "distillation": _distillation,
+    }
+    build = builders[trainer]
     row = build(engine, trainers, mode, Path(os.environ["MATRIX_MODELS"]) / model, per_device)
     watch = _Watch(engine, row, synced)
     row.add_callback(watch)
@@ -243,7 +258,7 @@ def _config(engine: Engine, per_device: int) -> dict[str, Any]:
 
 def _policy(engine: Engine, mode: str, path: Path) -> Any:
     """Load the model after the config exists, so that ZeRO-3 partitions the weights while they are loaded."""
-    if mode == "full":
+    if mode in ("full", "smoothed"):
         return str(path)
     base = AutoModelForCausalLM.from_pretrained(path, dtype="float32", **engine.model_arguments())
     return PeftModel.from_pretrained(base, path / "adapter", is_trainable=True)
@@ -291,11 +306,17 @@ def _rollout(engine: Engine, texts: list[str], trainer: Any) -> dict[str, Any]:
 
 
 def _sft(engine: Engine, trainers: Trainers, mode: str, path: Path, per_device: int) -> Any:
-    arguments = {"dtype": "float32", **engine.model_arguments()} if mode == "full" else None
-    config = trainers.sft_config(**_config(engine, per_device), model_init_kwargs=arguments)
+    arguments = None if mode == "lora" else {"dtype": "float32", **engine.model_arguments()}
+    config = trainers.sft_config(
+        **_config(engine, per_device),
+        model_init_kwargs=arguments,
+        label_smoothing_factor=0.3 if mode == "smoothed" else 0.0,
+    )
     pairs = preferences(STEPS * ACCUMULATION * MICRO_BATCH, seed=1)
     rows = pairs.rename_column("chosen", "completion").remove_columns("rejected")
-    return trainers.sft_trainer(_policy(engine, mode, path), args=config, train_dataset=rows)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "`label_smoothing_factor` is deprecated", FutureWarning)  # TRL's
+        return trainers.sft_trainer(_policy(engine, mode, path), args=config, train_dataset=rows)
 
 
 def _kto(engine: Engine, trainers: Trainers, mode: str, path: Path, per_device: int) -> Any:
@@ -326,6 +347,33 @@ def _rloo(engine: Engine, trainers: Trainers, mode: str, path: Path, per_device:
 
     Scripted.__name__ = trainers.rloo_trainer.__name__
     return Scripted(_policy(engine, mode, path), reward_funcs=id_reward, args=config, train_dataset=prompts(24, seed=1))
+
+
+def _distillation(engine: Engine, trainers: Trainers, mode: str, path: Path, per_device: int) -> Any:
+    arguments = {"dtype": "float32", **engine.model_arguments()}
+    config = trainers.distillation_config(
+        **_config(engine, per_device),
+        model_init_kwargs=arguments if mode == "full" else None,
+        teacher_model_init_kwargs=arguments,
+        max_completion_length=16,
+        beta=0.3,
+    )
+    teacher: Path | None = path.parent / {"untied": "tied", "tied": "untied"}[path.name]
+    if mode == "base":
+        teacher = None if trainers.has_base_as_teacher else path
+
+    class Scripted(trainers.distillation_trainer):
+        def _generate_single_turn(self, prompt_ids: list[list[int]], *_: Any, **__: Any) -> list[list[int]]:
+            texts = self.processing_class.batch_decode(prompt_ids)
+            return _rollout(engine, texts, self)["completion_ids"]
+
+    Scripted.__name__ = trainers.distillation_trainer.__name__
+    return Scripted(
+        _policy(engine, mode, path),
+        teacher_model=None if teacher is None else str(teacher),
+        args=config,
+        train_dataset=prompts(STEPS * ACCUMULATION * MICRO_BATCH, seed=1),
+    )
 
 
 def _reward(engine: Engine, trainers: Trainers, mode: str, path: Path, per_device: int) -> Any:

@@ -1,4 +1,4 @@
-"""SFT, KTO, RLOO and reward modeling: the cases in which training with our trainer must equal training with TRL's."""
+"""SFT, KTO, RLOO, distillation and reward models: the cases in which training with ours must equal TRL's."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -12,10 +12,12 @@ KTO_SETUPS = ("full", "lora", "ref_adapter", "ref_model")
 
 
 def _case(trainer: str, name: str, setup: str = "full", model: str = "tied", **config: Any) -> Case:
-    keys = ("fast", "steps", "learning_rate", "lora", "streaming", "rewards", "ours", "prompts")
+    keys = ("fast", "steps", "learning_rate", "lora", "streaming", "rewards", "ours", "prompts", "rollout")
     kwargs = {key: config.pop(key) for key in keys if key in config}
     if trainer == "rloo":
         kwargs = {"rollout": "generate", "rewards": ("id",), "learning_rate": 0.02, **kwargs}
+    if trainer == "distillation":
+        kwargs = {"rollout": "generate", "learning_rate": 0.5, **kwargs}
     return Case(f"{trainer}-{name}", trainer, setup, model, config, **kwargs)
 
 
@@ -108,6 +110,37 @@ def _rloo() -> Iterator[Case]:
     yield from _models("rloo")
 
 
+def _distillation() -> Iterator[Case]:
+    for setup in (*SETUPS, "lora_of_base"):
+        for beta in (0.0, 0.3, 1.0):
+            fast = (setup == "full") == (beta == 0.3)
+            yield _case("distillation", f"beta-{beta}-{setup}", setup, beta=beta, fast=fast)
+    # What training changes outside of the adapter, the teacher must not follow
+    biases = {"lora": {"bias": "all"}, "learning_rate": 0.1}
+    yield _case("distillation", "biases-lora_of_base", "lora_of_base", "head_bias", **biases)
+    saved = {"lora": {"modules_to_save": ["lm_head"]}, "fast": False}
+    yield _case("distillation", "head-saved-lora_of_base", "lora_of_base", "untied", **saved)
+    yield _case("distillation", "checkpointing-lora_of_base", "lora_of_base", gradient_checkpointing=True)
+    yield _case("distillation", "accumulation", "lora", gradient_accumulation_steps=3, per_device_train_batch_size=2)
+    yield _case("distillation", "evaluation", **_EVALUATION)
+    yield _case("distillation", "temperature", temperature=1.7, beta=0.5)
+    yield _case("distillation", "pad_to_multiple_of", pad_to_multiple_of=8, fast=False)
+    yield _case("distillation", "chat", "full", "chat")
+    yield _case("distillation", "tools", "full", "chat", rollout="tool_call", max_completion_length=16, fast=False)
+    yield _case("distillation", "dropout", "lora", lora={"lora_dropout": 0.2}, disable_dropout=True)
+    yield _case("distillation", "streaming", streaming=True, fast=False)
+    yield _case("distillation", "sampling", top_k=5, top_p=0.9, min_p=0.01, repetition_penalty=1.1, fast=False)
+    yield _case("distillation", "generation_kwargs", generation_kwargs={"do_sample": False}, fast=False)
+    yield _case("distillation", "cache", cache_implementation="static", fast=False)
+    yield _case("distillation", "in-order", shuffle_dataset=False, fast=False)
+    yield _case("distillation", "checkpointing-reentrant", **_REENTRANT)
+    yield _case("distillation", "checkpointing-reentrant-lora", "lora", **_REENTRANT, fast=False)
+    for case in _models("distillation"):
+        # As in TRL, prompts of virtual tokens are not supported
+        if case.setup not in ("prompt_tuning", "prefix_tuning"):
+            yield case
+
+
 def _reward() -> Iterator[Case]:
     for setup in SETUPS:
         yield _case("reward", f"defaults-{setup}", setup)
@@ -161,6 +194,7 @@ def _models(trainer: str) -> Iterator[Case]:
     yield _case(trainer, "dora", "lora", lora={"use_dora": True}, fast=False)
 
 
+_REENTRANT = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}}
 _EVALUATION = {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 4}
 
-CASES: dict[str, Case] = {case.name: case for case in (*_sft(), *_kto(), *_rloo(), *_reward())}
+CASES: dict[str, Case] = {case.name: case for case in (*_sft(), *_kto(), *_rloo(), *_distillation(), *_reward())}

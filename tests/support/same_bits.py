@@ -57,7 +57,7 @@ from fuzz_fields import draw_case
 from fuzz_overrides import OfUser, Seen, draw_override, overridden
 from tiny import Workshop
 
-TRAINERS = ("sft", "dpo", "kto", "grpo", "rloo", "reward")
+TRAINERS = ("sft", "dpo", "kto", "grpo", "rloo", "reward", "distillation")
 DRAWS = 24
 SUPPORT = Path(__file__).parent
 NEW = SUPPORT.parents[1]

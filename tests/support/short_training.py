@@ -9,7 +9,7 @@ from peft import get_peft_model
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 import trl_ext
-from tiny import V_WORDS, Workshop, lora_config, preferences, prompts, word_tokenizer
+from tiny import REFERENCE_SEED, V_WORDS, Workshop, lora_config, preferences, prompts, word_tokenizer
 
 PAIRS, PROMPTS = preferences(6, seed=1), prompts(6, seed=1)
 PAIR = {"prompt": "w1 w2", "chosen": " w3 w4", "rejected": " w5"}
@@ -53,6 +53,11 @@ class Bench:
 
     def reward(self, **arguments: Any) -> None:
         self._train("Reward", {"train_dataset": PAIRS, **arguments}, {})
+
+    def distillation(self, **arguments: Any) -> None:
+        teacher = self.workshop.model("untied", seed=REFERENCE_SEED)
+        short = {"max_completion_length": 4}
+        self._train("Distillation", {"teacher_model": teacher, "train_dataset": PROMPTS, **arguments}, short)
 
     def config(self, kind: str, **fields: Any) -> Any:
         return getattr(self.package, f"{kind}Config")(**{**self.shortest(), **fields})

@@ -146,6 +146,7 @@ FEATURES = {
     "generation_lag": 1,
     "dynamic_sampling": True,
     "vllm_engine_args": {"dtype": "float32"},
+    "completion_column": "answer",
 }
 
 
@@ -161,7 +162,14 @@ WITHOUT_EFFECT = {
         "sampler_check",
         "sample_ahead",
     ),
-    *("sft_label_smoothing_convention", "dynamic_sampling_max_draws"),  # of a feature
+    # Of a feature
+    *(
+        "sft_label_smoothing_convention",
+        "dynamic_sampling_max_draws",
+        "teacher_store",
+        "teacher_store_dir",
+        "teacher_device",
+    ),
 }
 
 

@@ -33,7 +33,7 @@ COLUMNS: dict[str, Any] = {
 def check(method: str, dataset: Any, processing_class: Any = None) -> None:
     """Run the checks of data alone, with a tokenizer with Qwen3's template."""
     processing_class = processing_class or chat_tokenizer()
-    if method == "grpo":
+    if method in ("grpo", "distillation"):
         _check_prompts(dataset, "train_dataset", processing_class, "GRPO")
     else:
         checked = checked_rows(dataset, "train", processing_class, COLUMNS[method], has_end=True)

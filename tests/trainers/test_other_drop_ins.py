@@ -56,7 +56,10 @@ def test_the_table_names_every_loss_type() -> None:
     assert names | {f"kto-{loss}-{setup}" for loss in KTO_LOSSES for setup in ("full", "lora")} <= CASES.keys()
 
 
-@pytest.mark.parametrize("name", ["sft-nll-lora", "kto-kto-lora", "rloo-without-kl-lora", "reward-score-saved"])
+@pytest.mark.parametrize(
+    "name",
+    ["sft-nll-lora", "kto-kto-lora", "rloo-without-kl-lora", "reward-score-saved", "distillation-biases-lora_of_base"],
+)
 def test_a_run_is_saved_and_resumed_and_has_a_model_card(name: str, workshop: Workshop, tmp_path: Path) -> None:
     saves = {"save_strategy": "steps", "save_steps": 1}
     case = replace(CASES[name], config={**CASES[name].config, **saves}, steps=3)
@@ -68,7 +71,13 @@ def test_a_run_is_saved_and_resumed_and_has_a_model_card(name: str, workshop: Wo
     whole.create_model_card()
     card = (tmp_path / "out" / "README.md").read_text()
     settings = [setting for setting in ("loss_type", "beta") if f"- `{setting}`: " in card]
-    of_method = {"sft": ["loss_type"], "kto": ["loss_type", "beta"], "rloo": ["beta"], "reward": []}
+    of_method = {
+        "sft": ["loss_type"],
+        "kto": ["loss_type", "beta"],
+        "rloo": ["beta"],
+        "reward": [],
+        "distillation": ["beta"],
+    }
     assert settings == of_method[case.trainer]
 
 

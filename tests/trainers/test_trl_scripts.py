@@ -30,6 +30,7 @@ _SAMPLES = [
 ARGUMENTS: dict[str, list[str]] = {
     **{name: ["--per_device_train_batch_size", "2"] for name in ("sft", "dpo", "kto", "reward")},
     **dict.fromkeys(("grpo", "rloo"), _SAMPLES),
+    "distillation": ["--per_device_train_batch_size", "2", "--max_completion_length", "6"],
 }
 
 
@@ -54,7 +55,7 @@ def _with_our_trainer(script: str, trainer: str) -> str:
 
 def _data(trainer: str, folder: Path) -> Path:
     folder.mkdir()
-    rows: Dataset = prompts(8, seed=3) if trainer in ("grpo", "rloo") else preferences(8, seed=3)
+    rows: Dataset = prompts(8, seed=3) if trainer in ("grpo", "rloo", "distillation") else preferences(8, seed=3)
     if trainer == "sft":
         rows = rows.rename_column("chosen", "completion").remove_columns("rejected")
     rows.to_json(folder / "train.jsonl")
@@ -70,7 +71,7 @@ def _data(trainer: str, folder: Path) -> Path:
         pytest.param("grpo", True, id="grpo-peft", marks=pytest.mark.slow),
         *(
             pytest.param(trainer, use_peft, id=f"{trainer}-{('full', 'peft')[use_peft]}", marks=pytest.mark.slow)
-            for trainer in ("sft", "kto", "rloo", "reward")
+            for trainer in ("sft", "kto", "rloo", "reward", "distillation")
             for use_peft in (False, True)
         ),
     ],
@@ -94,6 +95,7 @@ def test_trl_script_runs_with_only_the_import_changed(
         *ARGUMENTS[trainer],
         *(("--use_peft", "--lora_r", "4", "--lora_target_modules", "q_proj", "v_proj") if use_peft else ()),
         *(("--lora_task_type", "SEQ_CLS") if use_peft and trainer == "reward" else ()),
+        *(("--teacher_model_name_or_path", workshop.model("untied")) if trainer == "distillation" else ()),
     ]
     environment = os.environ | {"HF_HOME": str(tmp_path / "hf")}
     run = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)

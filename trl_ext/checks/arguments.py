@@ -7,6 +7,7 @@ import logging
 import os
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -28,6 +29,7 @@ from ..compat.choices import (
     TRUNCATION_MODES,
     compared_values,
 )
+from ..compat.overrides import overrides
 from ..distributed.ranks import Ranks
 from ..losses.loss_types import (
     DPO_LOSS_TYPES,
@@ -148,6 +150,11 @@ _RULES: dict[str, tuple[Rule, ...]] = {
         Rule("epsilon", least=0, read_by="loss"),
         Rule("epsilon_high", least=0, is_optional=True, read_by="loss"),
     ),
+    "distillation": (
+        Rule("max_completion_length", least=1, is_optional=True),
+        _TEMPERATURE,
+        *_SAMPLING,
+    ),
 }
 
 
@@ -248,6 +255,32 @@ def check_rloo_arguments(config: Any, *, own_loss: bool, own_advantages: bool, o
         _check_clip_range(config.reward_clip_range)
 
 
+def check_distillation_arguments(config: Any, *, own_loss: bool, own_generation: bool) -> None:
+    """Raise `ValueError` if a `DistillationConfig`, TRL's or ours, has an invalid value. The others as for GRPO."""
+    is_replaced = {"loss": own_loss, "generation": own_generation}
+    check_rules(config, _RULES["distillation"], replaced_parts={part for part in is_replaced if is_replaced[part]})
+
+
+def check_hidden_states(trainer: Any) -> None:
+    """Raise `ValueError` for an override of the method from which TRL's distillation gets hidden states."""
+    if overrides(trainer, "_get_last_hidden_state") is not None:
+        raise ValueError(
+            f"`{type(trainer).__name__}._get_last_hidden_state` is not called, because packed rows need another pass. "
+            "Override `_compute_loss`, or train with TRL's trainer."
+        )
+
+
+def check_completion_column(config: Any, arguments: dict[str, Any], column: str) -> None:
+    """Raise `ValueError` for an argument that has no effect on completions of a column of the data set."""
+    samplers = {"use_vllm": getattr(config, "use_vllm", False), "tools": arguments.get("tools")}
+    sampler = next((name for name, value in samplers.items() if value), None)
+    if sampler is not None:
+        raise ValueError(
+            f"`completion_column={column!r}` takes completions from the data set, so nothing is sampled with "
+            f"`{sampler}`. Leave one of the two out."
+        )
+
+
 def _check_clip_range(clip_range: Any) -> None:
     bounds = (
         [x for x in clip_range if x is not None]
@@ -282,11 +315,12 @@ def check_arguments_of(method: str, config: Any) -> None:
         if method == "grpo":
             _check_schedule(config)
     else:
-        checks = {
+        checks: dict[str, Callable[..., None]] = {
             "sft": check_sft_arguments,
             "dpo": check_dpo_arguments,
             "kto": check_kto_arguments,
             "reward": check_reward_arguments,
+            "distillation": partial(check_distillation_arguments, own_generation=False),
         }
         checks[method](config, own_loss=False)
 

@@ -394,6 +394,27 @@ def _warn_of_unread_options(dataset: Any, name: str, config: Any, method: str) -
         )
 
 
+def check_column(train_dataset: Any, eval_dataset: Any, column: str) -> None:
+    """Raise `ValueError` if a data set lacks the column of completions, or it is empty in a row."""
+    for name, dataset in named_datasets(train_dataset, eval_dataset):
+        columns = columns_of(dataset)
+        if columns is not None and column not in columns:
+            raise ValueError(
+                f"`completion_column` is {column!r}, but `{name}` has no such column. Choose from: "
+                f"{', '.join(map(repr, columns))}."
+            )
+        if isinstance(dataset, Dataset) and columns is not None:
+            _check_filled(dataset, column, name)
+            row = first_empty(dataset, column)
+            if row is not None:
+                raise ValueError(f"`{column}` is empty in row {row} of `{name}`. Fill it, or remove the row.")
+            if len(dataset) and isinstance(dataset[0][column], str) != isinstance(dataset[0]["prompt"], str):
+                raise ValueError(
+                    f"`{name}` has text in one of the columns `prompt` and `{column}` (`completion_column`), and "
+                    "messages in the other. Use the same in both."
+                )
+
+
 def check_enough_prompts(dataset: Any, generation_batch_size: int, num_generations: int) -> None:
     """Raise `ValueError` if the prompts do not fill a generation batch, so that TRL's sampler drops them all."""
     prompts_of_batch = generation_batch_size // num_generations

@@ -57,7 +57,9 @@ def _check_transformers(options: Mapping[str, Any], config: Any) -> None:
             f"`generation_kwargs` has `temperature={options['temperature']!r}`, which must be above 0. For less random "
             "samples, set a small `temperature`."
         )
-    rows = config.per_device_train_batch_size * config.steps_per_generation
+    # Distillation has no `steps_per_generation`
+    batches = getattr(config, "steps_per_generation", config.gradient_accumulation_steps)
+    rows = config.per_device_train_batch_size * batches
     if options.get("prompt_lookup_num_tokens") and rows > 1:
         raise ValueError(
             f"`generation_kwargs` has `prompt_lookup_num_tokens={options['prompt_lookup_num_tokens']!r}`, which "

@@ -33,6 +33,7 @@ _OF_GROUPS = {"group_size": "num_generations"}
 OTHER_NAMES_OF = {
     **dict.fromkeys(("sft", "dpo", "kto", "reward"), _OF_TEXTS),
     **dict.fromkeys(("grpo", "rloo"), _OF_GROUPS),
+    "distillation": dict.fromkeys(("teacher", "teacher_model", "teacher_name_or_path"), "teacher_model_name_or_path"),
 }
 
 # Fields of a config that have another name now

@@ -10,6 +10,7 @@ from ..checks.names import did_you_mean
 from ..version import NEEDS_TRL, __version__
 from . import CommandError, ReportedError, TrainingStoppedError, one_line, wrapped
 from .commands import COMMANDS, HELP, Command, Process, Train
+from .line import method_named
 
 _OVERVIEW = """usage: trl-ext [--version] COMMAND [ARGUMENTS]
 
@@ -31,7 +32,7 @@ def main(argv: list[str] | None = None) -> int:
         shows_traceback="--traceback" in arguments,
     )
     arguments = [argument for argument in arguments if argument != "--traceback"]
-    command = COMMANDS.get(arguments[0]) if arguments else None
+    command = COMMANDS.get(method_named(arguments[0])) if arguments else None
     prints = not isinstance(command, Train) or not {*HELP}.isdisjoint(arguments)
     if argv is None and prints and hasattr(signal, "SIGPIPE"):
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` closes the pipe

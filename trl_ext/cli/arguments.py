@@ -13,6 +13,7 @@ from ..checks.names import did_you_mean, former_name
 from ..config import (
     ADDED_FIELDS,
     AddedCommonFields,
+    DistillationConfig,
     DPOConfig,
     GRPOConfig,
     KTOConfig,
@@ -32,6 +33,7 @@ CONFIGS = {
     "grpo": GRPOConfig,
     "rloo": RLOOConfig,
     "reward": RewardConfig,
+    "distillation": DistillationConfig,
 }
 # The functions of `trl.rewards` that `--reward_funcs` takes, as TRL's command does
 REWARDS = ("accuracy_reward", "get_soft_overlong_punishment", "reasoning_accuracy_reward", "think_format_reward")

@@ -107,13 +107,11 @@ class Train(MethodCommand):
         return line
 
 
+_WORDS = {"reward": "train a reward model", "distillation": "distill a teacher into a model (or `distill`)"}
 COMMANDS: dict[str, Command] = {
     command.name: command
     for command in (
-        *(
-            Train(method, "train a reward model" if method == "reward" else f"train with {method.upper()}")
-            for method in METHODS
-        ),
+        *(Train(method, _WORDS.get(method, f"train with {method.upper()}")) for method in METHODS),
         MethodCommand("explain", "show what a run computes, reuses and skips, and why"),
         MethodCommand(
             "estimate", "estimate the memory of a training step, and the longest sequence that fits", reads_data=False

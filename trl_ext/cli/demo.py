@@ -13,6 +13,7 @@ _COMMON = """
 _LORA = "--use_peft --lora_r 16 --lora_alpha 32 --lora_dropout 0.0 --lora_target_modules all-linear"
 _PREFERENCES = "--per_device_train_batch_size 32 --max_length 64"
 _SAMPLES = "--per_device_train_batch_size 64 --num_generations 8 --max_completion_length 36"
+_DISTILLATION = "--per_device_train_batch_size 64 --max_completion_length 36 --beta 0.5"
 _OF_METHOD = {
     "sft": ("sft", _PREFERENCES),
     "dpo": ("dpo", f"{_PREFERENCES} --beta 1.0"),
@@ -20,6 +21,7 @@ _OF_METHOD = {
     "grpo": ("grpo", f"{_SAMPLES} --beta 0.04"),
     "rloo": ("grpo", _SAMPLES),
     "reward": ("dpo", _PREFERENCES),
+    "distillation": ("grpo", _DISTILLATION),
 }
 
 
@@ -37,5 +39,9 @@ def demo_words(method: str, *, lora: bool = True) -> list[str]:
         )
     data, words = _OF_METHOD[method]
     paths = ["--model_name_or_path", str(folder / "model"), "--dataset_name", str(folder / "data" / data)]
-    rewards = ["--reward_funcs", f"{folder / 'task.py'}:right_answer"] if data == "grpo" else []
-    return [*_COMMON.split(), *(_LORA.split() if lora else ()), *words.split(), *paths, *rewards]
+    others = ["--reward_funcs", f"{folder / 'task.py'}:right_answer"] if data == "grpo" else []
+    if method == "distillation":
+        # The demo has one model, so a constant makes a teacher of it
+        others = ["--teacher_model_name_or_path", str(folder / "model")]
+        others += ["--teacher_model_init_kwargs", '{"rms_norm_eps": 0.1}']
+    return [*_COMMON.split(), *(_LORA.split() if lora else ()), *words.split(), *paths, *others]

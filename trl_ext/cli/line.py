@@ -27,6 +27,7 @@ class Need:
 _MODEL = Need("model_name_or_path", "a folder, or a name on the Hub")
 _DATA = Need("dataset_name", "a file, a folder, or a name on the Hub", ("datasets",))
 _REWARDS = Need("reward_funcs", "such as `my_rewards.py:brevity`", ("reward_model_name_or_path",))
+_TEACHER = Need("teacher_model_name_or_path", "a folder, or a name on the Hub", ("use_peft",))
 # The types of files with data, and what `datasets` calls them
 DATA_FORMATS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}
 METHODS = {
@@ -36,12 +37,19 @@ METHODS = {
     "grpo": (_MODEL, _DATA, _REWARDS),
     "rloo": (_MODEL, _DATA, _REWARDS),
     "reward": (_MODEL, _DATA),
+    "distillation": (_MODEL, _DATA, _TEACHER),
 }
+_SHORT_NAMES = {"distill": "distillation"}
 
 
 def class_name(method: str, kind: str) -> str:
     """Return the name of a method's class, such as "DPOTrainer" or "RewardConfig". `kind`: "Trainer" or "Config"."""
-    return f"{method.capitalize() if method == 'reward' else method.upper()}{kind}"
+    return f"{method.capitalize() if method in ('reward', 'distillation') else method.upper()}{kind}"
+
+
+def method_named(word: str) -> str:
+    """Return the method that a command line names."""
+    return _SHORT_NAMES.get(word, word)
 
 
 @dataclass(frozen=True)
@@ -128,6 +136,7 @@ def read_method(command: str, words: list[str]) -> Line:
         `CommandError`: none does, or a word is wrong.
     """
     method, *other_words = words or [""]
+    method = method_named(method)
     if method not in METHODS:
         got = f"`{method}`" if method else "nothing"
         methods = ", ".join(f"`{x}`" for x in METHODS)

@@ -107,7 +107,11 @@ def build(method: str, parsed_arguments: Parsed, *, trainer_class: Any = None, m
     """
     script = parsed_arguments.script
     training = parsed_arguments.training
-    rewards = {"reward_funcs": rewards_of(script)} if method in ("grpo", "rloo") else {}
+    arguments: dict[str, Any] = {}
+    if method in ("grpo", "rloo"):
+        arguments = {"reward_funcs": rewards_of(script)}
+    elif method == "distillation":
+        arguments = {"teacher_model": _teacher(training, parsed_arguments.model)}
     train, evaluation = data_sets(script, training, parsed_arguments.mixture, most_rows)
     adapter_class = AutoPeftModelForSequenceClassification if method == "reward" else AutoPeftModelForCausalLM
     model, quantization_config = _model(training, parsed_arguments.model, adapter_class)
@@ -118,7 +122,7 @@ def build(method: str, parsed_arguments: Parsed, *, trainer_class: Any = None, m
         eval_dataset=evaluation,
         quantization_config=quantization_config,
         peft_config=get_peft_config(parsed_arguments.model),
-        **rewards,
+        **arguments,
     )
     if script.ignore_bias_buffers:
         # DDP broadcasts buffers, and some backends cannot broadcast booleans
@@ -126,6 +130,15 @@ def build(method: str, parsed_arguments: Parsed, *, trainer_class: Any = None, m
             name for name, buffer in trainer.model.named_buffers() if buffer.dtype == torch.bool
         ]
     return trainer
+
+
+def _teacher(training: Any, model_args: Any) -> str | None:
+    """Return the teacher's name, and have it loaded with the arguments of the student's, but not quantized."""
+    name: str | None = training.teacher_model_name_or_path
+    if name is not None:
+        arguments = {"dtype": model_args.dtype, "attn_implementation": model_args.attn_implementation}
+        training.teacher_model_init_kwargs = {**arguments, **(training.teacher_model_init_kwargs or {})}
+    return name
 
 
 def _model(training: Any, model_args: Any, adapter_class: Any) -> tuple[Any, Any]:

@@ -79,5 +79,6 @@ METRICS = {
     "KTOTrainer": (*_OF_PREFERENCES, "kl"),
     "GRPOTrainer": (*_OF_GROUPS, "cispo_clip_ratio", "entropy_coef", "policy_loss", "sampling/*", "tools/*", "vespo/*"),
     "RLOOTrainer": _OF_GROUPS,
+    "DistillationTrainer": ("completions/*", "entropy", "num_tokens", "tools/*"),
     "RewardTrainer": ("num_tokens", "min_reward", "mean_reward", "max_reward", "accuracy", "margin"),
 }

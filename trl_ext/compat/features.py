@@ -176,6 +176,16 @@ FEATURES = {
         trainers="RewardTrainer",
         is_refused=True,
     ),
+    "teacher by name": Feature(
+        "cannot load a teacher by its name",
+        {
+            _TRAINERS: "create_model_from_path",
+            "trl.trainer.utils": "create_model_from_path",
+            "trl.models": "prepare_deepspeed",
+        },
+        trainers="DistillationTrainer",
+        is_refused=True,
+    ),
     "checks of data": Feature(
         "leaves the checks of data to TRL",
         {_CLASSES: "_prepare_dataset", "datasets.*": "*"},

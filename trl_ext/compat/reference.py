@@ -77,6 +77,11 @@ def made_as_reference(trainer: ReferenceInternals, load: Callable[[], Any]) -> A
 
 def recorded_loads(trainer_class: type, loads: list[tuple[Any, Callable[[], Any]]]) -> dict[str, Any]:
     """Return replacements for names in a trainer's module, which record each model that TRL loads, with its loader."""
+    return {**recorded_model_loads(trainer_class, loads), "hash_module": lambda _: None}
+
+
+def recorded_model_loads(trainer_class: type, loads: list[tuple[Any, Callable[[], Any]]]) -> dict[str, Any]:
+    """As `recorded_loads`, for a trainer that does not precompute reference log-probs."""
     original = module_of(trainer_class).create_model_from_path
 
     def create(*positional: Any, **keywords: Any) -> Any:
@@ -84,4 +89,4 @@ def recorded_loads(trainer_class: type, loads: list[tuple[Any, Callable[[], Any]
         loads.append((model, lambda: original(*positional, **keywords)))
         return model
 
-    return {"create_model_from_path": create, "hash_module": lambda _: None}
+    return {"create_model_from_path": create}

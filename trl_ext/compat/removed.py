@@ -43,5 +43,5 @@ REMOVED_METHODS: dict[str, dict[str, str]] = {
         if trainer in trainers.split()
         for method in methods.split()
     }
-    for trainer in ("SFT", "DPO", "KTO", "GRPO", "RLOO", "Reward")
+    for trainer in ("SFT", "DPO", "KTO", "GRPO", "RLOO", "Distillation", "Reward")
 }

@@ -43,6 +43,7 @@ REPLACED: dict[str, tuple[str, ...]] = {
     "KTOTrainer": (*_OF_ALL, _OFFLOADING, "create_model_from_path", "hash_module", "use_adapter"),
     "GRPOTrainer": (*_OF_ALL, "gather", "gather_object", "shuffle_sequence_dict", "use_adapter", "VLLMGeneration"),
     "RLOOTrainer": (*_OF_ALL, "shuffle_sequence_dict", "use_adapter"),
+    "DistillationTrainer": ("get_peft_model", "create_model_from_path"),
     "RewardTrainer": ("get_peft_model", _OFFLOADING),
     "Trainer": ("rotate_checkpoints",),
 }

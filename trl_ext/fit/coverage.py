@@ -50,6 +50,8 @@ _CHECKED_ARGUMENTS = (
 def check_covered(run: Run) -> None:
     """Raise `ArgumentError` if the memory of these arguments, or of this engine, is not estimated."""
     _check_devices(run)
+    if run.method == "distillation":
+        raise ArgumentError("`estimate` and `plan` do not cover distillation, in which two models score each batch.")
     values = {name: getattr(run.training, name, None) or getattr(run.model, name, None) for name in _CHECKED_ARGUMENTS}
     has_whole_weights = run.engine in WHOLE_WEIGHT_ENGINES
     is_covered = {

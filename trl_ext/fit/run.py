@@ -13,7 +13,7 @@ class ArgumentError(ValueError):
 class Run:
     """A run of one method. This machine need not have its devices."""
 
-    method: str  # "sft", "dpo", "kto", "grpo", "rloo" or "reward"
+    method: str  # "sft", "dpo", "kto", "grpo", "rloo", "reward" or "distillation"
     training: Any  # the trainer's config
     model: Any  # TRL's `ModelConfig`
     device: str = "cuda"
@@ -24,7 +24,7 @@ class Run:
     @property
     def samples(self) -> bool:
         """Whether the method samples completions, so that an argument bounds their length."""
-        return self.method in ("grpo", "rloo")
+        return self.method in ("grpo", "rloo", "distillation")
 
     @property
     def mixed_precision(self) -> str:

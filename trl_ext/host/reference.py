@@ -33,6 +33,7 @@ class HostedReference:
     Args:
         model (`PreTrainedModel`): on one device, not sharded, quantized or wrapped. Call `check_supported` on it first.
         device (`torch.device`): where `model` computes. A CUDA device copies on a separate stream.
+        option (`str`): the argument that asks for it, for errors.
 
     Attributes:
         layer_bytes (`int`), rest_bytes (`int`): the size of the largest decoder layer, and of the weights outside.
@@ -41,8 +42,8 @@ class HostedReference:
         `ValueError`: the model has no list of layers.
     """
 
-    def __init__(self, model: Any, device: torch.device) -> None:
-        layers = _decoder_layers(model)
+    def __init__(self, model: Any, device: torch.device, option: str = "reference_device") -> None:
+        layers = _decoder_layers(model, option)
         self._device = device
         pinned = device.type == "cuda"
         self._copies: Any = torch.cuda.Stream(device) if pinned else None
@@ -70,8 +71,8 @@ class HostedReference:
             is_device = not kwargs and len(args) == 1 and not isinstance(args[0], torch.dtype)
             if not is_device or torch.empty(0, device=args[0]).device != place:
                 raise RuntimeError(
-                    f"`reference_device='cpu'` keeps the reference model in host memory, and runs it on {device}. The "
-                    f"model cannot be moved or cast, but `to` was called with {[*args, *kwargs.values()]}. Cast it "
+                    f"`{option}='cpu'` keeps this model in host memory, and runs it on {device}. The model "
+                    f"cannot be moved or cast, but `to` was called with {[*args, *kwargs.values()]}. Cast it "
                     "before you build the trainer."
                 )
             return model
@@ -114,7 +115,7 @@ class HostedReference:
     def _bring(self, index: int) -> None:
         if not self._places:
             raise RuntimeError(
-                "The reference model is in host memory. Call the model itself, not its `forward` or one of its modules."
+                "The model is in host memory. Call the model itself, not its `forward` or one of its modules."
             )
         self._fetch(index)
         place = self._places[index % 2]
@@ -187,13 +188,13 @@ class _Place:
     computed: Any = None
 
 
-def _decoder_layers(model: nn.Module) -> list[nn.Module]:
+def _decoder_layers(model: nn.Module, option: str) -> list[nn.Module]:
     """Return the modules of the `nn.ModuleList` with the most weights."""
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
     if not lists:
         raise ValueError(
-            f"`reference_device='cpu'` needs a reference model with an `nn.ModuleList` of layers, got "
-            f"{type(model).__name__}. Leave `reference_device` unset."
+            f"`{option}='cpu'` needs a model with an `nn.ModuleList` of layers, got {type(model).__name__}. Leave "
+            f"`{option}` unset."
         )
     # `max` takes the first of equals: the list of layers, not a list inside its only layer
     largest = max(lists, key=lambda layers: sum(param.nbytes for param in layers.parameters()))
@@ -208,22 +209,22 @@ def _outside(model: nn.Module, layers: list[nn.Module]) -> Iterator[nn.Parameter
             yield from module.parameters(recurse=False)
 
 
-def check_supported(model: Any) -> None:
+def check_supported(model: Any, option: str = "reference_device") -> None:
     """Raise `ValueError` if the model is spread over devices or ranks, or is quantized."""
     if getattr(model, "is_quantized", False):
         raise ValueError(
-            "`reference_device='cpu'` does not support a quantized reference model. Leave `reference_device` unset, or "
-            "load the model without quantization."
+            f"`{option}='cpu'` does not support a quantized model. Leave `{option}` unset, or load the model without "
+            "quantization."
         )
     # From `device_map="auto"`
     if len(getattr(model, "hf_device_map", None) or {}) > 1:
         raise ValueError(
-            f"`reference_device='cpu'` needs a reference model on one device, got the `device_map` "
+            f"`{option}='cpu'` needs a model on one device, got the `device_map` "
             f"{model.hf_device_map}. Pass `model_init_kwargs={{'device_map': None}}`."
         )
     for name, param in model.named_parameters():
         if type(param) is not nn.Parameter or param.is_meta:
             raise ValueError(
-                f"`reference_device='cpu'` needs plain parameters in memory, but `{name}` is a {type(param).__name__} "
-                f"on {param.device}. Leave `reference_device` unset."
+                f"`{option}='cpu'` needs plain parameters in memory, but `{name}` is a {type(param).__name__} on "
+                f"{param.device}. Leave `{option}` unset."
             )

@@ -20,7 +20,7 @@ FILE = "reference_weights.safetensors"
 # Attributes that PEFT sets on a prompt-learning model while its adapter is off, and does not remove
 _LEFT_BY_PEFT = {"forward", "prepare_inputs_for_generation"}
 
-Source = Literal["trl", "named", "initial"]
+Source = Literal["trl", "named", "initial", "base"]
 
 
 class AdapterChoice:
@@ -96,6 +96,20 @@ class AdapterChoice:
             _set_trained(policy, "ref", False)
         return reference
 
+    def base(self, policy: Any) -> "PolicyReference":
+        """Return the base model of `policy`, which TRL has built, as a reference.
+
+        Raises:
+            `ValueError`: an adapter has taken weights out of the base model.
+        """
+        started = next((x for x in policy.peft_config.values() if _begins_with_base_weights(x)), None)
+        if self.fresh is None and started is not None:
+            raise ValueError(
+                f"The base model is the teacher, but an adapter with `init_lora_weights={started.init_lora_weights!r}` "
+                "has changed its weights. Pass the model from before as `teacher_model`."
+            )
+        return PolicyReference(policy, "initial" if _begins_with_base_weights(self.fresh) else "base")
+
 
 class PolicyReference:
     """A reference that the policy model computes, with other adapters or other values of its parameters.
@@ -108,7 +122,7 @@ class PolicyReference:
         policy (`PeftModel`): before training, with `requires_grad` set.
         source (`str`):
             `"trl"`: the adapter "ref" if there is one, otherwise no adapter. `"named"`: the adapter `adapter`.
-            `"initial"`: the policy's adapter with its current values.
+            `"initial"`: the policy's adapter with its current values. `"base"`: no adapter.
         adapter (`str`, *optional*): for `"named"`.
         moves (`bool`): whether training updates the copies towards the policy (`sync_ref_model`).
 
@@ -131,7 +145,7 @@ class PolicyReference:
             return tuple(_active_adapters(self.policy))
         if self._source == "named":
             return (str(self._adapter),)
-        return ("ref",) if "ref" in self.policy.peft_config else ()
+        return ("ref",) if self._source == "trl" and "ref" in self.policy.peft_config else ()
 
     def describe(self) -> str:
         """Return a description of the reference, for the plan."""

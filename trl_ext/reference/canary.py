@@ -115,7 +115,7 @@ class Canary:
             if not canary._is_scorable(tokens):
                 raise UnusableFileError("its sequences cannot be scored")
         except (FileNotFoundError, UnusableFileError) as error:
-            warn_ignored([(path, error)])
+            warn_ignored([(path, error)], "reference log-probs")
             return None
         return canary
 

@@ -209,14 +209,12 @@ def remove_abandoned(folder: Path) -> None:
                 path.unlink()
 
 
-def warn_ignored(files: list[tuple[Path, object]]) -> None:
-    """Warn once that `files` of the store are not used. With each comes the reason."""
+def warn_ignored(files: list[tuple[Path, object]], contents: str) -> None:
+    """Warn once that `files` of the store of `contents` are not used. With each comes the reason."""
     path, reason = files[0]
     more = f" and {len(files) - 1} more" if len(files) > 1 else ""
     which = "them" if more else "it"
-    logger.warning(
-        "Ignored %s%s in the store of reference log-probs: %s. You can delete %s.", path, more, reason, which
-    )
+    logger.warning("Ignored %s%s in the store of %s: %s. You can delete %s.", path, more, contents, reason, which)
 
 
 def _check(key: bytes, values: Any) -> bytes:

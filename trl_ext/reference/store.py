@@ -74,7 +74,8 @@ class DiskStore(MemoryStore):
     """Entries in the files of a folder, to which several processes and runs may write at once.
 
     An entry stays in memory until it is on disk: written by this process or, without `writes`, by another rank. If the
-    disk is full or read-only, this run keeps its entries in memory, and later runs do not find them.
+    disk is full or read-only, this run keeps its entries in memory, and later runs do not find them. A subclass may
+    store values of another kind.
 
     Args:
         folder (`Path`): the folder of this reference; created if missing.
@@ -83,6 +84,10 @@ class DiskStore(MemoryStore):
         canary (`Canary`, *optional*): written before any entries, if the folder has no canary.
         flush_bytes (`int`), flush_seconds (`float`): flush after so many new bytes, or after so many seconds.
     """
+
+    contents = "reference log-probs"  # in warnings
+    if_not_written = "They stay in memory"
+    option = "reference_store_dir"
 
     def __init__(
         self,
@@ -183,7 +188,7 @@ class DiskStore(MemoryStore):
             self._starts.append(self._entries)
             self._entries += len(segment)
         if unusable and self._warns:
-            warn_ignored(unusable)
+            warn_ignored(unusable, self.contents)
         for number, opened in enumerate(self._files):
             if opened is not None and opened.path.name not in listed and not self._reads(number, opened):
                 self._files[number] = None
@@ -221,10 +226,12 @@ class DiskStore(MemoryStore):
         if not self._warns:
             return
         logger.warning(
-            "Cannot write reference log-probs to %s (%s). They stay in memory, and later runs will not find them. Set "
-            "`reference_store_dir` to use another folder.",
+            "Cannot write %s to %s (%s). %s, and later runs will not find them. Set `%s` to use another folder.",
+            self.contents,
             self.folder,
             error,
+            self.if_not_written,
+            self.option,
         )
 
 

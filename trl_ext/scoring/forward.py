@@ -9,8 +9,8 @@ import logging
 import types
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import asdict, dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -94,6 +94,18 @@ class _PackedTokens:
 
     def scatter(self, values_N: Tensor) -> Tensor:
         return values_N.new_zeros(self.mask_BS.shape).index_put_((self.row_N, self.column_N), values_N)
+
+
+class HeadInputs(NamedTuple):
+    """What the head computes the logits of N tokens from. The tokens are in the order of rows, then columns."""
+
+    hidden: Tensor  # (N, H), of the tokens that predict a label
+    head: LinearHead
+    transform: LogitTransform
+    mask: Tensor  # (B, S - 1), bool: the tokens that predict a label
+
+    def at_temperature(self, temperature: float) -> "HeadInputs":
+        return self._replace(transform=replace(self.transform, temperature=temperature))
 
 
 class ScoringForward(BackboneForward):
@@ -240,6 +252,48 @@ class ScoringForward(BackboneForward):
                 self.recorded_routes.append(of_batch(routes_NLk, layout))
         else:
             yield
+
+    def head_inputs(self, model: Any, labels: Tensor, **kwargs: Any) -> HeadInputs:
+        """Run the backbone, and return what a divergence of two heads reads.
+
+        Args:
+            labels (`Tensor` of shape `(B, S)`): not shifted yet, -100 where nothing is predicted.
+
+        Raises:
+            `ValueError`: the head is not a linear layer without adapters.
+        """
+        self.was_called = True
+        if not self.is_compared:
+            self.is_compared = True
+            self._compare_with_model(model, labels.device, has_mask=kwargs.get("attention_mask") is not None)
+        head, device = self.linear_head(model)
+        kwargs["use_cache"] = False
+        layout = self._layout(model, (), kwargs, labels)
+        mask_BS = labels[:, 1:].to(device) != -100
+        if layout is None:
+            hidden_BSH = backbone_of(model)(**kwargs).last_hidden_state
+            hidden_NH = hidden_BSH[:, :-1].to(device)[mask_BS]
+            self._count(hidden_BSH.shape[:2].numel(), len(hidden_NH))
+        else:
+            hidden_TH = run_packed(model, layout, kwargs).last_hidden_state.squeeze(0)
+            hidden_NH = index_select_fp32_grad(hidden_TH, layout.at_N.to(hidden_TH.device)).to(device)
+            self._count(layout.tokens, len(hidden_NH))
+        return HeadInputs(hidden_NH, head, self.transform, mask_BS)
+
+    def linear_head(self, model: Any) -> tuple[LinearHead, torch.device]:
+        """Return the model's head and its device.
+
+        Raises:
+            `ValueError`: it is not a linear layer without adapters.
+        """
+        head, device = self._head(model)
+        if isinstance(head, OpaqueHead) or head.module is not None:
+            reason = head.reason if isinstance(head, OpaqueHead) else f"it has an adapter ({head.description})"
+            raise ValueError(
+                f"The divergence of two heads needs a linear LM head, but that of `{self.model_class}` is another: "
+                f"{reason}. Leave `lm_head` out of the adapter, or train it with `modules_to_save`."
+            )
+        return head, device
 
     def _split(self, layout: Layout | None, *batch_tensors: Tensor | None) -> tuple[Shard | None, float]:
         """Return this rank's shard of the row, and the factor that scales the gradient."""

@@ -158,10 +158,13 @@ class Scorer:
         if self.options.head != "dense" and (device.type != "cpu" or option == "triton"):
             reason = "`head_kernels` is 'torch'" if option == "torch" else triton_unavailable_reason(device)
             kernels = ", with Triton kernels" if reason is None else f", without Triton kernels ({reason})"
+        return f"{'; '.join([_HOW[self.options.head] + kernels, rows, *self._differences()])}."
+
+    def _differences(self) -> list[str]:
+        """Return where log-probs differ from TRL's, and why."""
         reasons = dict.fromkeys(x.difference_from_trl for x in self.forwards if x.difference_from_trl)
         difference = "TRL's log-probs are not those of the model's logits, but trl_ext's are"
-        differences = [f"{difference}: {reason}" for reason in reasons]
-        return f"{'; '.join([_HOW[self.options.head] + kernels, rows, *differences])}."
+        return [f"{difference}: {reason}" for reason in reasons]
 
     @property
     def is_usual(self) -> bool:

@@ -108,6 +108,7 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
     _added_fields: type[AddedCommonFields]
     _scorer_class: type[Scorer] = Scorer
     _task_type = "CAUSAL_LM"  # of the model, by PEFT's name
+    _other_model = "ref_model"  # the attribute of a second model with a forward of ours
     accelerator: Any
     ref_model: Any  # without a default, which would hide that TRL has renamed it
     _added: Any
@@ -185,6 +186,7 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
             "parts": getattr(self._added, "max_tokens_per_micro_batch", None) is not None,
             "dynamic sampling": getattr(self._added, "dynamic_sampling", False),
             "non-finite losses": self._added.on_non_finite_loss is not None,
+            "teacher by name": isinstance(arguments.get("teacher_model"), str),
         }
         for feature, is_asked in asked_features.items():
             if is_asked:
@@ -635,7 +637,7 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
             self._agree()
             self._follow_changes()
             if not self._first_step_ran:
-                self._first_batch.look_up([self.model, getattr(self, "ref_model", None)], self.args)
+                self._first_batch.look_up([self.model, getattr(self, self._other_model, None)], self.args)
         with self._in_step():
             return self._watched_step(super().training_step, *positional, **keywords)
 

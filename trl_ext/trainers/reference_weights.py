@@ -39,6 +39,7 @@ class ReferenceOfPolicy:
         self._device = device
         self.adapters: AdapterChoice  # chosen after all arguments are checked
         self.policy_reference: PolicyReference | None = None
+        self._is_teacher = False  # in distillation, with which the reference runs in the middle of the student's pass
 
     # Construction, before an engine shards the weights
 
@@ -53,6 +54,12 @@ class ReferenceOfPolicy:
         self.policy_reference = self.adapters.reference(trainer.model, moves)
         if moves:  # TRL accepts `sync_ref_model` only for a separate reference model
             trainer.args.sync_ref_model = False
+        self._check_copies(self.policy_reference)
+
+    def take_base(self) -> None:
+        """Make the base model of the policy's adapter the reference, a teacher."""
+        self._is_teacher = True
+        self.policy_reference = self.adapters.base(self.trainer.model)
         self._check_copies(self.policy_reference)
 
     def take_late(self, beta: float) -> None:
@@ -91,6 +98,12 @@ class ReferenceOfPolicy:
             config.sync_ref_model = True
 
     def _check_copies(self, reference: PolicyReference) -> None:
+        if self._is_teacher and reference.copies and (self._is_partitioned() or self.trainer.is_fsdp_enabled):
+            raise ValueError(
+                f"Training changes `{next(iter(reference.copies))}` of the base model, which is the teacher. FSDP and "
+                "ZeRO-3 would have to shard a copy in the middle of a pass. Pass a `teacher_model`, or train only the "
+                "adapter."
+            )
         engine = "ZeRO-3" if self._is_partitioned() else "FSDP1" if self._is_fsdp1() else None
         if reference.copies and engine is not None:
             name = next(iter(reference.copies))
@@ -190,22 +203,26 @@ class ReferenceOfPolicy:
 
     def _check_host(self) -> None:
         trainer = self.trainer
-        option = "`reference_device='cpu'`"
         shares_weights = isinstance(trainer.model, PeftModel) and trainer.args.beta != 0
         if trainer.ref_model is None and not shares_weights:
             return  # beta is 0, or all log-probs are precomputed: there is no reference model
         check_hosted_arguments(trainer.args, has_model=trainer.ref_model is not None)
-        if self.ranks.tensor_parallel is not None or trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
-            raise ValueError(
-                f"{option} does not work with FSDP, DeepSpeed and tensor parallelism, which shard the reference model "
-                "themselves. Leave `reference_device` unset. FSDP (`fsdp_offload_params: true`) and ZeRO-3 "
-                "(`offload_param_device: cpu`) have their own offloading."
-            )
-        if trainer.accelerator.state.dynamo_plugin.backend != DynamoBackend.NO:
-            raise ValueError(
-                f"{option} replaces weights during the forward pass, which does not work with `torch_compile=True`. "
-                "Leave one of them unset."
-            )
+        check_hosted_engine(trainer, "reference_device", is_split=self.ranks.tensor_parallel is not None)
+
+
+def check_hosted_engine(trainer: Any, option: str, *, is_split: bool) -> None:
+    """Raise `ValueError` if the engine does not allow a model in host memory, for which `option` asks."""
+    if is_split or trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
+        raise ValueError(
+            f"`{option}='cpu'` does not work with FSDP, DeepSpeed and tensor parallelism, which shard the model "
+            f"themselves. Leave `{option}` unset. FSDP (`fsdp_offload_params: true`) and ZeRO-3 "
+            "(`offload_param_device: cpu`) have their own offloading."
+        )
+    if trainer.accelerator.state.dynamo_plugin.backend != DynamoBackend.NO:
+        raise ValueError(
+            f"`{option}='cpu'` replaces weights during the forward pass, which does not work with "
+            "`torch_compile=True`. Leave one of them unset."
+        )
 
 
 def check_hosted_arguments(args: Any, *, has_model: bool) -> None:
