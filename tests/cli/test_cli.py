@@ -291,7 +291,7 @@ def test_the_tiles_of_a_sharded_head_are_sized_for_the_whole_vocabulary(tmp_path
     assert {*asked} == {(2048, 2048 * 128)}
 
 
-@pytest.mark.parametrize(("method", "said"), [("rloo", True), ("dpo", False)])
+@pytest.mark.parametrize(("method", "said"), [("rloo", True), ("distillation", True), ("dpo", False)])
 def test_estimate_says_that_it_counts_no_prompt(method: str, said: bool, arguments, capsys: pytest.CaptureFixture):
     for given, expected in (([], said), (["--prompt_length", "3"], False)):
         assert main(["estimate", method, *arguments[method], "--device_memory", "1", *given]) == 0

@@ -28,7 +28,6 @@ ROOT = Path(__file__).parents[2]
 CLASSES = {name for name in trl_ext.__all__ if name.endswith("Trainer")}
 PREFIXES = {name.removesuffix("Trainer") for name in CLASSES}
 METHODS = {prefix.lower() for prefix in PREFIXES}
-NOT_ESTIMATED = {"distillation"}  # `estimate` and `plan` say so
 CONFIGS = {name.replace("Trainer", "Config") for name in CLASSES}
 
 
@@ -70,11 +69,8 @@ TABLES: dict[str, tuple[set[str], set[str]]] = {
     "tests/support/fuzz_fields.py": ({*fuzz_fields.ALL}, METHODS),
     "tests/support/same_bits.py": ({*same_bits.TRAINERS}, METHODS),
     "tests/support/matrix_rows.py": ({x[0] for x in (*matrix_rows.ROWS, *matrix_rows.OTHER_ROWS)}, METHODS),
-    "tests/support/memory_estimates.py": (
-        {method for method, *_ in memory_estimates.CASES.values()},
-        METHODS - NOT_ESTIMATED,
-    ),
-    "tests/support/plan_cases.py": ({case.method for case in plan_cases.CASES.values()}, METHODS - NOT_ESTIMATED),
+    "tests/support/memory_estimates.py": ({method for method, *_ in memory_estimates.CASES.values()}, METHODS),
+    "tests/support/plan_cases.py": ({case.method for case in plan_cases.CASES.values()}, METHODS),
     "tests/trainers/mistakes.txt": (named_in("tests/trainers/mistakes.txt", r"(?i:^>>> b\.METHOD\()"), METHODS),
     "tests/cli/mistakes.txt": (named_in("tests/cli/mistakes.txt", r"(?i:\$METHOD\b)"), METHODS),
     "README.md": (named_in("README.md", r"`METHODTrainer`|`METHODConfig`|import METHODConfig"), METHODS),

@@ -82,7 +82,7 @@ def test_errors_are_those_of_fp32(dtype, apart, beta, trained):
 @pytest.mark.parametrize("beta", BETAS)
 @pytest.mark.parametrize(("spread", "apart"), [(4.0, None), (12.0, None), (4.0, 1e-3), (7.0, 0.1), (4.0, 5.0)])
 def test_tiles_in_fp32_as_on_a_gpu(monkeypatch, spread, apart, beta, trained):
-    monkeypatch.setattr(divergence_module._Settings, "logits_dtype", lambda self, device: self.accumulate)
+    monkeypatch.setattr(divergence_module.Settings, "logits_dtype", lambda self, device: self.accumulate)
     problem = random_problem(16, 5001, spread=spread, apart=apart, width=96, dtype=torch.float32)
     exact = outcome(defined_divergence, problem, beta, trained=trained, dtype=torch.float64)
     ours = outcome(linear_divergence, problem, beta, trained=trained)

@@ -28,6 +28,9 @@ _MODELS = {
     "wide": lambda: LlamaConfig(
         **_SHAPE, vocab_size=256, hidden_size=512, intermediate_size=1024, num_hidden_layers=4, num_attention_heads=4
     ),
+    "large": lambda: LlamaConfig(
+        **_SHAPE, vocab_size=2048, hidden_size=256, intermediate_size=512, num_hidden_layers=6, num_attention_heads=4
+    ),
     "tied": lambda: Qwen3Config(
         **_SHAPE,
         **{"vocab_size": 8192, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 3, "head_dim": 32},
@@ -41,6 +44,9 @@ _SHORT = ["--max_length", "32", "--per_device_train_batch_size", "1"]
 # Steps of bitsandbytes' optimizers are not the peak, because they take more memory on a CPU than on a GPU
 _OF_OPTIMIZER = dict.fromkeys(("adamw_torch", "adamw_torch_fused", "sgd", "adafactor", "adagrad", "rmsprop"), _SHORT)
 _NO_CHECKPOINTS = ["--gradient_checkpointing", "false"]
+# The name of a model above stands for its folder
+_TEACHER = ["--teacher_model_name_or_path", "model:small"]
+_LARGE_TEACHER = ["--teacher_model_name_or_path", "model:large"]
 _SHARED = ["--share_prompts", "true", "--per_device_train_batch_size", "8"]
 
 
@@ -83,6 +89,13 @@ CASES: dict[str, tuple[str, str, list[str]]] = {
     "reward-lora": ("reward", "tied", [*_LORA, *_NO_CHECKPOINTS]),
     "reward-lora-checkpointing": ("reward", "small", _LORA),
     "reward-shared": ("reward", "small", [*_SHARED, *_NO_CHECKPOINTS]),
+    "distillation-full": ("distillation", "small", [*_TEACHER, *_NO_CHECKPOINTS]),
+    "distillation-full-checkpointing": ("distillation", "small", [*_TEACHER, "--beta", "0"]),
+    "distillation-large-teacher": ("distillation", "small", [*_LARGE_TEACHER, "--dtype", "bfloat16"]),
+    "distillation-lora": ("distillation", "tied", [*_LORA, *_NO_CHECKPOINTS, "--beta", "1"]),
+    "distillation-lora-checkpointing": ("distillation", "small", _LORA),
+    "distillation-lora-teacher": ("distillation", "small", [*_LORA, *_TEACHER, *_NO_CHECKPOINTS, "--bf16", "true"]),
+    "distillation-accumulation": ("distillation", "small", [*_TEACHER, "--gradient_accumulation_steps", "2"]),
     "sft-shared-eager": ("sft", "small", [*_SHARED, *_NO_CHECKPOINTS, "--attn_implementation", "eager"]),
     "kto-shared": ("kto", "small", [*_SHARED, *_NO_CHECKPOINTS]),
     "sft-short-full": ("sft", "small", _SHORT),
@@ -104,6 +117,8 @@ ON_GPU: dict[str, tuple[str, tuple[str, ...]]] = {
     "kto-full-offloading": ("kto-full", _OFFLOADS),
     "kto-full-hosted": ("kto-full", _HOSTED),
     "grpo-lora-offloading": ("grpo-lora-reference", _OFFLOADS),
+    "distillation-full": ("distillation-full", ()),
+    "distillation-lora": ("distillation-lora", ()),
     "grpo-full-hosted": ("grpo-full-reference", _HOSTED),
 }
 _SAMPLED = [
@@ -120,6 +135,10 @@ _OF_METHOD = {
     "grpo": _SAMPLED,
     "rloo": _SAMPLED,
     "reward": [*_GIVEN, "2"],
+    "distillation": [
+        *(f"--max_completion_length={COMPLETION}", "--per_device_train_batch_size=4"),
+        *("--generation_kwargs", '{"suppress_tokens": [1]}'),
+    ],
 }
 
 
@@ -127,10 +146,19 @@ def estimated_and_measured(name: str, folder: Path) -> tuple[int, int]:
     """Return the peak bytes of a case's training: those of `estimate`, and those in the allocator's records."""
     bytes_of_step = estimated(name, folder)
     trainer: Any = build(CASES[name][0], parsed(name, folder))
-    models = [x for x in (trainer.model, getattr(trainer, "ref_model", None)) if x is not None]
+    models = models_of(trainer)
+    for parameter_name, parameter in trainer.model.named_parameters():
+        if "lora_B" in parameter_name:  # a student of its own base: the divergence of equal models takes one tile less
+            torch.nn.init.normal_(parameter)
     weights = [x for model in models for x in (*model.parameters(), *model.buffers())]
     held = sum(x.nbytes for x in (*weights, *[y for x in weights for y in _scales(x)]))
     return bytes_of_step, held + peak_bytes(trainer.train)
+
+
+def models_of(trainer: Any) -> list[Any]:
+    """Return the models of a trainer: the policy, and its reference or teacher if it is another model."""
+    models = [trainer.model, getattr(trainer, "ref_model", None), getattr(trainer, "teacher_model", None)]
+    return [x for x in models if x is not None]
 
 
 def estimated_and_measured_on_gpu(names: list[str], folder: Path) -> dict[str, tuple[int, int]]:
@@ -180,7 +208,7 @@ def words(name: str, folder: Path) -> list[str]:
         *("--output_dir", str(folder / "out"), "--share_prompts", "false", "--learning_rate", "1e-5"),
         *("--gradient_accumulation_steps", "1", "--no_dataloader_pin_memory", "--disable_tqdm", "true"),
         *_OF_METHOD[method],
-        *options,
+        *(saved_model(x.removeprefix("model:"), folder) if x.startswith("model:") else x for x in options),
     ]
 
 

@@ -84,7 +84,17 @@ _ON_SHARDS = (
     "rloo-full-reference-checkpointing",
 )
 ON_RANKS = {
-    "ddp": (*_ALWAYS, "dpo-full", "dpo-lora-checkpointing", "grpo-full", "sft-full", "sft-adamw_8bit", "sft-4bit"),
+    "ddp": (
+        *_ALWAYS,
+        "dpo-full",
+        "dpo-lora-checkpointing",
+        "grpo-full",
+        "sft-full",
+        "sft-adamw_8bit",
+        "sft-4bit",
+        "distillation-full",
+        "distillation-lora",
+    ),
     "fsdp2": (*_ON_SHARDS, "sft-lora", "sft-sgd", "grpo-full", "kto-lora"),
     "small_buckets_zero1": (*_ON_SHARDS, "sft-short-full", "sft-sgd"),
     "small_buckets_zero2": (*_ON_SHARDS, "sft-short-full", "sft-short-momentum"),

@@ -15,13 +15,15 @@ import pretended_gpu
 def peaks(runs: dict[str, tuple[str, list[str]]], folder: Path) -> dict[str, int]:
     """Return the bytes that each run holds at the peak of a step after the first."""
     file = folder / "runs.json"
-    file.write_text(json.dumps({name: [method, [*words, *ARGUMENTS]] for name, (method, words) in runs.items()}))
+    file.write_text(json.dumps({name: [method, [*words, *_further(method)]] for name, (method, words) in runs.items()}))
     measured: dict[str, int] = json.loads(pretended_gpu.python(__file__, str(file)))
     return measured
 
 
-# Triton's kernels take less than torch's, which `estimate` runs
-ARGUMENTS = ("--head_kernels", "torch", "--max_steps", "3")
+def _further(method: str) -> list[str]:
+    """Return further arguments: Triton's kernels take less memory than torch's, which `estimate` runs."""
+    kernels = [] if method == "distillation" else ["--head_kernels", "torch"]
+    return [*kernels, "--max_steps", "3"]
 
 
 def _main(runs: dict[str, tuple[str, list[str]]]) -> None:
@@ -54,6 +56,9 @@ def _main(runs: dict[str, tuple[str, list[str]]]) -> None:
             before = pretended_gpu.MEMORY.held  # of earlier runs
             arguments = parse(OneLineParser(dataclasses_of(method)), COMMANDS[method].read(words), may_launch=False)
             trainer: Any = build(method, arguments)
+            for parameter_name, parameter in trainer.model.named_parameters():
+                if "lora_B" in parameter_name:  # as in `memory_estimates.py`
+                    torch.nn.init.normal_(parameter)
             trainer.add_callback(Steady())
             pretended_gpu.MEMORY.peak = 0
             trainer.train()

@@ -10,7 +10,7 @@ import numpy as np
 from allocations import peak_bytes
 
 from launch import SMALL_BUCKET, launch
-from memory_estimates import saved_model
+from memory_estimates import models_of, saved_model
 from memory_on_gpu import peaks
 from trl_ext.cli.arguments import OneLineParser, dataclasses_of, parse
 from trl_ext.cli.commands import COMMANDS
@@ -34,6 +34,7 @@ _OF_METHOD = {
     "reward": ("--per_device_train_batch_size=8", f"--max_length={LONGEST}"),
     "grpo": ("--per_device_train_batch_size=8", "--num_generations=4", "--reward_funcs", "rewards.id_reward"),
     "rloo": ("--per_device_train_batch_size=8", "--num_generations=4", "--reward_funcs", "rewards.id_reward"),
+    "distillation": ("--per_device_train_batch_size=8",),
 }
 
 
@@ -63,6 +64,8 @@ CASES = {
     "grpo-lora-reference": Case("grpo", "small", 30, (*_LORA, "--beta", "0.1")),
     "rloo-full": Case("rloo", "small", 50),
     "rloo-lora-tied": Case("rloo", "tied", 40, _LORA),
+    "distillation-full": Case("distillation", "small", 60),
+    "distillation-lora-tied": Case("distillation", "tied", 40, _LORA),
     "reward-full": Case("reward", "small", 60),
     "reward-lora-tied": Case("reward", "tied", 60, _LORA),
 }
@@ -102,7 +105,9 @@ def line_of(name: str, folder: Path, longest_only: bool = False) -> Line:
     ]
     if case.method in ("dpo", "kto"):
         words += ["--reference_store", "memory"]
-    if case.method in ("grpo", "rloo"):
+    if case.method == "distillation" and _LORA[0] not in case.options:
+        words += ["--teacher_model_name_or_path", saved_model(case.model, folder)]
+    if case.method in ("grpo", "rloo", "distillation"):
         words += [f"--max_completion_length={COMPLETION}", "--generation_kwargs", '{"suppress_tokens": [1]}']
     return COMMANDS["plan"].read([case.method, *words])
 
@@ -151,8 +156,7 @@ def measured(name: str, folder: Path, planner: Planner, option: Option) -> int:
     again = COMMANDS[line.method].read(_words(line, planner, option))
     parsed = parse(OneLineParser(dataclasses_of(line.method)), again, may_launch=False)
     trainer: Any = build(line.method, parsed)
-    models = [x for x in (trainer.model, getattr(trainer, "ref_model", None)) if x is not None]
-    held = sum(x.nbytes for model in models for x in (*model.parameters(), *model.buffers()))
+    held = sum(x.nbytes for model in models_of(trainer) for x in (*model.parameters(), *model.buffers()))
     return held + peak_bytes(trainer.train)
 
 
@@ -199,7 +203,7 @@ def _row(method: str, i: int, eighths: int) -> dict[str, Any]:
         return " ".join(f"w{x}" for x in draws.integers(94, size=max(1, count)))
 
     prompt, rest = words(PROMPT * eighths // 8), (LONGEST - PROMPT) * eighths // 8 - 1  # and the end of the text
-    if method in ("grpo", "rloo"):
+    if method in ("grpo", "rloo", "distillation"):
         return {"prompt": prompt}
     if method in ("dpo", "reward"):
         return {"prompt": prompt, "chosen": f" {words(rest)}", "rejected": f" {words(rest)}"}

@@ -11,7 +11,7 @@ from ..fit.coverage import ENGINES
 from ..fit.estimate import PAIRED, longest_rows, step_of
 from ..fit.policy import Policy, policy_of
 from ..fit.run import Run
-from ..fit.step import SCORE_HEAD, Step, StepMemory, memory_of_step
+from ..fit.step import DIVERGENCE_HEAD, SCORE_HEAD, Step, StepMemory, memory_of_step
 from ..trainers.reference_weights import check_hosted_arguments
 from . import CommandError, wrapped
 from .commands import Process
@@ -120,16 +120,18 @@ def _table(method: str, step: Step, policy: Policy, memory: StepMemory) -> str:
     rows = f"{step.rows} rows" + f" ({step.rows // 2} pairs)" * (method in PAIRED)
     on_host = f", without {readable(memory.offloaded)} in host memory" if step.offloads else ""
     reference = "a separate model" if step.reference else "no separate model"
+    is_distilled = step.head == DIVERGENCE_HEAD
     if memory.hosted:
         reference += f", with {readable(memory.hosted)} in host memory"
     gathered = ", and gathered weights" if step.engine == "fsdp2" else ""
     copies = ", and fp32 copies of trained parameters" if step.engine.startswith("zero") else ""
     where = "one process" if step.devices == 1 else f"one of {step.devices} devices under {ENGINES[step.engine]}"
     autocast = "" if step.autocast is None else f" with {_name(step.autocast)} autocast"
-    head = "score" if step.head == SCORE_HEAD else "LM"
+    heads = {SCORE_HEAD: "the score head's", DIVERGENCE_HEAD: "the divergence's"}
+    head = heads.get(step.head, "the LM head's")
     lines = [
         ("weights", memory.weights, "of the policy, with its adapters if any"),
-        ("reference", memory.reference, reference),
+        ("teacher" if is_distilled else "reference", memory.reference, reference),
         ("optimizer", memory.optimizer, "its states" + copies if memory.optimizer else "no states"),
         ("gradients", memory.gradients, "after the backward pass"),
     ]
@@ -137,7 +139,7 @@ def _table(method: str, step: Step, policy: Policy, memory: StepMemory) -> str:
         lines.append(("buckets", memory.buckets, "in which the engine averages gradients"))
     lines += [
         ("activations", memory.activations, "after the forward pass of the backbone" + gathered + on_host),
-        ("head", memory.head, f"added by the {head} head's forward pass"),
+        ("head", memory.head, f"added by {head} forward pass"),
         ("peak", memory.peak, "the most at one time, in a forward, backward or optimizer step"),
     ]
     tokens = step.tokens + (step.head != SCORE_HEAD)  # an LM predicts nothing from a row's last token

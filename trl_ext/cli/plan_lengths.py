@@ -16,6 +16,7 @@ from trl import is_conversational
 from ..fit.lengths import Array
 from . import CommandError
 from .arguments import Parsed
+from .line import class_name
 from .training import data_sets, trainer_class_of
 
 # Arguments that would load, write or report something, and have no effect on the tokens
@@ -58,13 +59,13 @@ def lengths_of(method: str, parsed_arguments: Parsed, model: str) -> tuple[Array
         "num_proc": getattr(parsed_arguments.training, "dataset_num_proc", None),
         "desc": "Reading lengths",
     }
-    if method in ("grpo", "rloo"):
+    if method in ("grpo", "rloo", "distillation"):
         keywords = parsed_arguments.training.chat_template_kwargs or {}
         options["fn_kwargs"] = {"tokenizer": processor, "keywords": keywords}
         if "prompt" not in data.column_names:
             raise CommandError(
-                f"The data set has the columns {data.column_names}, but {method.upper()} reads `prompt`. Rename the "
-                "column of prompts."
+                f"The data set has the columns {data.column_names}, but `{class_name(method, 'Trainer')}` reads "
+                "`prompt`. Rename the column of prompts."
             )
         rows = data.map(_of_prompts, batched=True, remove_columns=data.column_names, **options)
         return np.array(rows["prompt"]), np.zeros((len(rows), 0), np.int64)

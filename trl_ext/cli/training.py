@@ -17,7 +17,7 @@ from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK,
 from trl import get_dataset, get_peft_config, get_quantization_config
 
 from ..checks.names import did_you_mean
-from ..fit.policy import is_adapter, model_init_arguments
+from ..fit.policy import is_adapter, model_init_arguments, teacher_init_arguments
 from . import CommandError, TrainingStoppedError, one_line
 from .arguments import REWARDS, OneLineParser, Parsed, dataclasses_of, parse
 from .commands import Process
@@ -133,11 +133,10 @@ def build(method: str, parsed_arguments: Parsed, *, trainer_class: Any = None, m
 
 
 def _teacher(training: Any, model_args: Any) -> str | None:
-    """Return the teacher's name, and have it loaded with the arguments of the student's, but not quantized."""
+    """Return the teacher's name, and set the arguments that load it."""
     name: str | None = training.teacher_model_name_or_path
     if name is not None:
-        arguments = {"dtype": model_args.dtype, "attn_implementation": model_args.attn_implementation}
-        training.teacher_model_init_kwargs = {**arguments, **(training.teacher_model_init_kwargs or {})}
+        training.teacher_model_init_kwargs = teacher_init_arguments(training, model_args)
     return name
 
 

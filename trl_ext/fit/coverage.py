@@ -28,13 +28,14 @@ OPTIMIZERS = {
     engine: _SHARDED_OPTIMIZERS + _WHOLE_WEIGHT_OPTIMIZERS * (engine in WHOLE_WEIGHT_ENGINES) for engine in ENGINES
 }
 _MOST_DEVICES = 2**16
-# The `model_init_kwargs` that an estimate reads, or that change no memory
+# The keywords for models that an estimate reads, or that change no memory
 _MODEL_KEYWORDS = {"dtype", "attn_implementation", "trust_remote_code", "use_cache"}
+_MODEL_ARGUMENTS = ("model_init_kwargs", "teacher_model_init_kwargs")
 _WHOLE_WEIGHT_ARGUMENTS = ("activation_offloading", "load_in_4bit", "reference_device")
 # Arguments of which some values are not covered
 _CHECKED_ARGUMENTS = (
     "optim",
-    "model_init_kwargs",
+    *_MODEL_ARGUMENTS,
     "load_in_8bit",
     "deepspeed",
     "fsdp",
@@ -43,6 +44,7 @@ _CHECKED_ARGUMENTS = (
     "use_liger_kernel",
     "cast_lm_head_to_fp32",
     "label_smoothing_factor",
+    "teacher_device",
     "as_trl",
 )
 
@@ -50,13 +52,11 @@ _CHECKED_ARGUMENTS = (
 def check_covered(run: Run) -> None:
     """Raise `ArgumentError` if the memory of these arguments, or of this engine, is not estimated."""
     _check_devices(run)
-    if run.method == "distillation":
-        raise ArgumentError("`estimate` and `plan` do not cover distillation, in which two models score each batch.")
     values = {name: getattr(run.training, name, None) or getattr(run.model, name, None) for name in _CHECKED_ARGUMENTS}
     has_whole_weights = run.engine in WHOLE_WEIGHT_ENGINES
     is_covered = {
         "optim": values["optim"] in OPTIMIZERS[run.engine],
-        "model_init_kwargs": set(values["model_init_kwargs"] or ()) <= _MODEL_KEYWORDS,
+        **{name: set(values[name] or ()) <= _MODEL_KEYWORDS for name in _MODEL_ARGUMENTS},
         **dict.fromkeys(_WHOLE_WEIGHT_ARGUMENTS, has_whole_weights),
     }
     for name, value in values.items():
@@ -76,6 +76,11 @@ def check_covered(run: Run) -> None:
 
 
 def _check_devices(run: Run) -> None:
+    if run.method == "distillation" and run.engine not in WHOLE_WEIGHT_ENGINES:
+        raise ArgumentError(
+            f"`estimate` does not cover distillation with `--engine {run.engine}`, which shards the teacher too. Pass "
+            "`--engine ddp`."
+        )
     if run.engine == "zero3":
         raise ArgumentError(
             "`estimate` does not cover `--engine zero3`, which keeps gathered weights for a time that depends on the "

@@ -16,7 +16,7 @@ from .coverage import check_covered
 from .policy import policy_of
 from .run import ArgumentError, Run
 from .search import counted_near
-from .step import SCORE_HEAD, Engine, Step, memory_of_step
+from .step import DIVERGENCE_HEAD, SCORE_HEAD, Engine, Step, memory_of_step
 
 # Of a micro-batch. An operator runs for each row and layer, in minutes for these rows in a large model
 MOST_ROWS = 1024
@@ -45,8 +45,12 @@ def step_of(run: Run) -> Step:
     rows = training.per_device_train_batch_size * (2 if run.method in PAIRED else 1)
     _check_size(rows, longest, training.per_device_train_batch_size)
     is_scored = run.method == "reward"
+    is_distilled = run.method == "distillation"
     tokens = longest if is_scored else longest - 1  # an LM predicts nothing from a row's last token
     has_reference = _has_reference(run)
+    has_model = has_reference and not policy.has_adapter
+    if is_distilled:  # without a name, the base model of the student's adapter is the teacher
+        has_model = training.teacher_model_name_or_path is not None
     reference_batches = 0
     if has_reference:
         # KTO's KL term scores the rows again, with completions of other rows
@@ -57,15 +61,16 @@ def step_of(run: Run) -> Step:
         tokens=tokens,
         scored_tokens=1 if is_scored else tokens - max(run.prompt_length - 1, 0),
         outputs=("log_probs", "entropy", *_HEAD_OUTPUTS.get(run.method, ())),
-        head=SCORE_HEAD if is_scored else training.head,
+        head=SCORE_HEAD if is_scored else DIVERGENCE_HEAD if is_distilled else training.head,
+        beta=training.beta if is_distilled else 0.0,
         chunk_size=None if is_scored else training.head_chunk_size,
         device=torch.device(run.device),
         engine=cast(Engine, run.engine),
         devices=run.devices,
-        autocast=torch.bfloat16 if training.bf16 else torch.float16 if training.fp16 else None,
+        autocast=_autocast(run),
         accumulates=training.gradient_accumulation_steps > 1,
         optimizer=partial(_optimizer, training),
-        reference=policy.make_reference if has_reference and not policy.has_adapter else None,
+        reference=policy.make_reference if has_model else None,
         shares=training.share_prompts is not False,
         offloads=bool(getattr(training, "activation_offloading", False)),
         hosts_reference=getattr(training, "reference_device", None) is not None,
@@ -109,10 +114,18 @@ def _check_size(rows: int, longest: int, batch_size: int) -> None:
         raise ArgumentError(f"{beginning} {tokens:,} tokens, but `estimate` counts at most {_MOST_TOKENS:,}. {remedy}")
 
 
+def _autocast(run: Run) -> torch.dtype | None:
+    if run.method == "distillation":  # TRL calls its loss outside of autocast
+        return None
+    return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(run.mixed_precision)
+
+
 def _has_reference(run: Run) -> bool:
-    """Return whether a reference scores rows in a step."""
+    """Return whether a reference or a teacher scores rows in a step."""
     if run.method in ("sft", "reward"):
         return False
+    if run.method == "distillation":
+        return True
     if run.samples:
         return bool(run.training.beta != 0)
     return not run.training.precompute_ref_log_probs

@@ -112,9 +112,12 @@ class Planner:
         shares = self.facts.shares_prompts and training.share_prompts is not False
         if not self.run.samples:
             return Lengths(prompts_U, completions_UC, shares=shares and self.run.method in PAIRED)
+        longest_UC = np.full((len(prompts_U), 1), training.max_completion_length)
+        if self.run.method == "distillation":  # each prompt has one completion
+            return Lengths(prompts_U, longest_UC, shares=False)
         return Lengths(
             prompts_U,
-            np.full((len(prompts_U), 1), training.max_completion_length),
+            longest_UC,
             group=training.num_generations,
             shares=shares,
             kept_together=training.steps_per_generation == 1
@@ -127,7 +130,7 @@ class Planner:
         training = self.run.training
         if self.run.method == "dpo":
             return int(training.gradient_accumulation_steps)
-        if not self.run.samples or training.keep_groups_together is False:
+        if self.run.method not in ("grpo", "rloo") or training.keep_groups_together is False:
             return 1
         return micro_batches_of_a_step(training)
 
@@ -180,7 +183,7 @@ class Planner:
             setting=setting,
             batch=training.per_device_train_batch_size,
             accumulation=training.gradient_accumulation_steps,
-            generation=training.steps_per_generation if self.run.samples else None,
+            generation=getattr(training, "steps_per_generation", None),
             # A loss that is unknown does not run in parts
             budget=None if self._unknown_loss_types else getattr(training, "max_tokens_per_micro_batch", None),
         )
@@ -190,7 +193,7 @@ class Planner:
             given_option=given_option,
             lengths=self.lengths,
             settings=tuple(self._settings(setting)),
-            changes_batch=rows_may_move and method in ("sft", "rloo"),
+            changes_batch=rows_may_move and method in ("sft", "rloo", "distillation"),
             changes_budget=rows_may_move and merges,
             joined_batches=self._joined_batches if merges else 1,
             most_rows=MOST_ROWS // (2 if method in PAIRED else 1),
@@ -294,6 +297,8 @@ class Planner:
     def _reference_passes(self, option: Option) -> float:
         """Return how often the reference scores the tokens of a step, on average over the run."""
         training = self.run.training
+        if self.run.method == "distillation":
+            return 1.0
         if self.run.method in ("sft", "reward") or (self.run.samples and training.beta == 0.0):
             return 0.0
         if self.run.samples or training.reference_store == "off":

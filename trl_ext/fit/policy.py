@@ -1,4 +1,4 @@
-"""The policy of a run, and its reference model, from the model's config alone: what makes them, and facts of them."""
+"""The policy of a run, and its reference model or teacher, from their configs alone: what makes them, and facts."""
 
 import os
 from collections.abc import Callable
@@ -24,7 +24,7 @@ class Policy:
     """A policy without weights. Its functions are called on the device "meta"."""
 
     make: Callable[[], Any]  # the policy with its adapters, in training mode
-    make_reference: Callable[[], Any]  # a separate reference model
+    make_reference: Callable[[], Any]  # a separate reference model, or the teacher
     has_adapter: bool
     longest_row: int  # tokens for which the model has positions
     dtype: torch.dtype
@@ -59,6 +59,12 @@ def model_init_arguments(training: Any, model_args: Any) -> dict[str, Any]:
     }
 
 
+def teacher_init_arguments(training: Any, model_args: Any) -> dict[str, Any]:
+    """Return the arguments that load the teacher: those of the student's, but not quantized."""
+    arguments = {"dtype": model_args.dtype, "attn_implementation": model_args.attn_implementation}
+    return {**arguments, **(training.teacher_model_init_kwargs or {})}
+
+
 def policy_of(run: Run) -> Policy:
     """Return the policy of a run.
 
@@ -74,13 +80,8 @@ def policy_of(run: Run) -> Policy:
         name = adapter.base_model_name_or_path
     arguments = model_init_arguments(training, run.model)
     trusts = arguments["trust_remote_code"]
-    config = AutoConfig.from_pretrained(name, revision=run.model.model_revision, trust_remote_code=trusts)
-    if getattr(config, "quantization_config", None) is not None:
-        raise ArgumentError(
-            f"`estimate` does not cover `--model_name_or_path {name}`, whose weights are quantized. Pass the "
-            "model without quantization."
-        )
-    dtype = config.dtype if arguments["dtype"] == "auto" else getattr(torch, arguments["dtype"])
+    config = _config_of("model_name_or_path", name, run.model.model_revision, trusts)
+    dtype = _dtype_of(arguments, config)
 
     def make_base() -> Any:
         attention = arguments["attn_implementation"]
@@ -114,7 +115,8 @@ def policy_of(run: Run) -> Policy:
         return model.train()
 
     def make_reference() -> Any:
-        return make_base().eval().requires_grad_(False)
+        model = _make_teacher(run) if run.method == "distillation" else make_base()
+        return model.eval().requires_grad_(False)
 
     return Policy(
         make=make,
@@ -125,6 +127,35 @@ def policy_of(run: Run) -> Policy:
         config=config,
         name=name,
     )
+
+
+def _make_teacher(run: Run) -> Any:
+    """Return the model of `teacher_model_name_or_path`."""
+    arguments = teacher_init_arguments(run.training, run.model)
+    trusts = arguments.get("trust_remote_code", run.training.trust_remote_code)
+    name = run.training.teacher_model_name_or_path
+    config = _config_of("teacher_model_name_or_path", name, run.training.teacher_model_revision, trusts)
+    return AutoModelForCausalLM.from_config(
+        config,
+        dtype=_dtype_of(arguments, config),
+        attn_implementation=arguments["attn_implementation"],
+        trust_remote_code=trusts,
+    )
+
+
+def _config_of(argument: str, name: str, revision: str | None, trust_remote_code: bool) -> Any:
+    config = AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=trust_remote_code)
+    if getattr(config, "quantization_config", None) is not None:
+        raise ArgumentError(
+            f"`estimate` does not cover `--{argument} {name}`, whose weights are quantized. Pass the model without "
+            "quantization."
+        )
+    return config
+
+
+def _dtype_of(arguments: dict[str, Any], config: Any) -> torch.dtype:
+    dtype: torch.dtype = config.dtype if arguments["dtype"] == "auto" else getattr(torch, arguments["dtype"])
+    return dtype
 
 
 def facts_of(policy: Policy, router_aux_loss_coef: float | None) -> ModelFacts:

@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -21,7 +21,9 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.autograd.graph import saved_tensors_hooks
 
-from ..heads.linear_log_probs import run_head
+from ..heads.divergence import DivergenceHead, linear_divergence
+from ..heads.linear_log_probs import operand_dtype, run_head
+from ..heads.products import statistics_dtype
 from ..heads.tiled import columns_per_tile, rows_per_tile
 from ..host.activations import HostTensors
 from ..host.reference import HostedReference
@@ -31,7 +33,7 @@ from ..packing.packing import Packing
 from ..packing.randomness import randomness_of
 from ..packing.support import backbone_of, can_rebase
 from ..scoring.classifier import unknown_class_reason
-from ..scoring.head import OpaqueHead, logit_transform, resolve_head
+from ..scoring.head import LinearHead, OpaqueHead, logit_transform, resolve_head
 from ..scoring.weight_layout import weight_layout_of
 from .engines import Zero, one_rank_of, under_fsdp2
 from .layers import LayersInPart, UnequalLayersError, equal_layers
@@ -41,6 +43,7 @@ from .tiles import few_tiles
 
 _CPU = torch.device("cpu")  # that of the tensors without data
 SCORE_HEAD = "score"  # a head that scores the last token of each row
+DIVERGENCE_HEAD = "divergence"  # the heads of student and teacher, which are compared
 Engine = Literal["one_process", "ddp", "fsdp2", "zero1", "zero2"]
 
 
@@ -63,11 +66,12 @@ class Step:
     scored_tokens: int  # the last tokens of each row, which the head scores
     outputs: tuple[str, ...]  # of the head
     device: torch.device  # the device for which the head chooses its tile sizes
-    head: str = "tiled"  # or `SCORE_HEAD`
+    head: str = "tiled"  # or `SCORE_HEAD`, or `DIVERGENCE_HEAD`
+    beta: float = 0.0  # of the divergence
     chunk_size: int | None = None  # the config's `head_chunk_size`
     autocast: torch.dtype | None = None  # of mixed precision
     accumulates: bool = False  # whether gradients of an earlier micro-batch are in memory
-    reference: Callable[[], Any] | None = None  # makes the reference model, if there is one; as `model` does
+    reference: Callable[[], Any] | None = None  # makes the reference model or the teacher, if there is one, as `model`
     reference_batches: int = 0  # how many times the rows of a micro-batch the reference's pass scores; 0: no such pass
     engine: Engine = "one_process"
     devices: int = 1  # the number of devices; all other values are for one of them
@@ -156,6 +160,13 @@ class _Passes(NamedTuple):
     layers: LayersInPart
 
 
+class _Teacher(NamedTuple):
+    """What the divergence reads of the teacher."""
+
+    head: DivergenceHead
+    hidden: Tensor  # (N, H)
+
+
 class _Rank:
     """The weights, the engine and the optimizer of a step on one device, after a first step."""
 
@@ -201,7 +212,12 @@ class _Rank:
             peaks = []
             if step.accumulates:
                 peaks.append(self._earlier_micro_batch(step))
-            if step.reference_batches:
+            score = partial(_scores, step)
+            if step.head == DIVERGENCE_HEAD:
+                teacher, peak = self._teacher_pass(step)
+                score = partial(_divergence, step, teacher)
+                peaks.append(peak)
+            elif step.reference_batches:
                 reference_step = replace(
                     step,
                     rows=step.rows * step.reference_batches,
@@ -210,7 +226,7 @@ class _Rank:
                 )
                 with torch.no_grad():
                     peaks.append(_micro_batch(reference_step, self._scorer, self._fake, records).peak)
-            micro_batch = _micro_batch(step, self._policy, self._fake, records)
+            micro_batch = _micro_batch(step, self._policy, self._fake, records, score)
             peaks.append(micro_batch.peak)
             self._policy.layers.make_gradients(keeps=zero is None or zero.keeps_gradients)
             if zero is not None:
@@ -242,6 +258,18 @@ class _Rank:
         if self._zero is not None:
             self._zero.free()
         return (self._records.held_bytes, self._records.host) == self._held
+
+    def _teacher_pass(self, step: Step) -> tuple["_Teacher", int]:
+        """Return what the divergence reads of the teacher, and the bytes of the pass's highest total."""
+        teachers: list[_Teacher] = []
+
+        def take(inner: Any, hidden_NH: Tensor) -> Tensor:
+            teachers.append(_Teacher(_divergence_head(inner), hidden_NH))
+            return hidden_NH
+
+        with torch.no_grad():
+            peak = _micro_batch(step, self._scorer, self._fake, self._records, take).peak
+        return teachers[0], peak
 
     def _earlier_micro_batch(self, step: Step) -> int:
         """Make the gradients that an earlier micro-batch leaves, and return the bytes of its highest total."""
@@ -301,8 +329,17 @@ def _is_zero(step: Step) -> bool:
     return step.engine.startswith("zero")
 
 
-def _micro_batch(step: Step, passes: _Passes, fake: FakeTensorMode, records: AllocationRecords) -> _MicroBatchMemory:
-    """Run forward and, if there is a gradient, backward."""
+def _micro_batch(
+    step: Step,
+    passes: _Passes,
+    fake: FakeTensorMode,
+    records: AllocationRecords,
+    score: Callable[[Any, Tensor], Tensor] | None = None,
+) -> _MicroBatchMemory:
+    """Run forward and, if there is a gradient, backward.
+
+    `score` returns, from the model and its hidden states `(N, H)`, what the loss sums. `None`: the step's head does.
+    """
     model, layers = passes
     inner = _inner_of(model)
     packing = Packing(inner, padding_free=True, share_prompts=step.shares)
@@ -324,9 +361,8 @@ def _micro_batch(step: Step, passes: _Passes, fake: FakeTensorMode, records: All
         offloaded = records.host - host_before
         backbone_peak = records.peak
         records.mark()
-        if step.head == SCORE_HEAD:
-            return inner.score(hidden_NH).flatten().clone()  # type: ignore[no-any-return]
-        return _log_probs(step, inner, hidden_NH).clone()  # FSDP2 warns of a view
+        scores_N = _scores(step, inner, hidden_NH) if score is None else score(inner, hidden_NH)
+        return scores_N.clone()  # FSDP2 warns of a view
 
     inner.forward = types.MethodType(forward, inner)
     casts = step.autocast is not None and not _is_zero(step)
@@ -335,13 +371,13 @@ def _micro_batch(step: Step, passes: _Passes, fake: FakeTensorMode, records: All
         with layers.within(autocast):
             records.mark()
             layers.begin_pass(backward=False)
-            log_probs_N = model(input_ids=layout.input_ids)
+            scores_N = model(input_ids=layout.input_ids)
             layers.end_pass()
             head_peak = records.peak
         records.mark()
-        if log_probs_N.requires_grad:
+        if scores_N.requires_grad:
             layers.begin_pass(backward=True)
-            log_probs_N.sum().backward()
+            scores_N.sum().backward()
             layers.end_pass()
     return _MicroBatchMemory(
         activations=activations,
@@ -409,7 +445,13 @@ def _hidden_states(step: Step, packing: Packing, inner: Any, layout: Layout) -> 
     return index_select_fp32_grad(hidden_TH, layout.at_N)
 
 
-def _log_probs(step: Step, inner: Any, hidden_NH: Tensor) -> Tensor:
+def _scores(step: Step, inner: Any, hidden_NH: Tensor) -> Tensor:
+    if step.head == SCORE_HEAD:
+        return inner.score(hidden_NH).flatten()  # type: ignore[no-any-return]
+    return _log_probs(step, inner, hidden_NH)
+
+
+def _linear_head(inner: Any) -> LinearHead:
     head = resolve_head(inner.get_output_embeddings())
     if isinstance(head, OpaqueHead) and not head.in_adapter:
         raise NotImplementedError(
@@ -418,6 +460,33 @@ def _log_probs(step: Step, inner: Any, hidden_NH: Tensor) -> Tensor:
         )
     if isinstance(head, OpaqueHead) or head.module is not None:
         raise NotImplementedError("An adapter on `lm_head` cannot be estimated. Leave `lm_head` out of the adapter.")
+    return head
+
+
+def _divergence_head(inner: Any) -> DivergenceHead:
+    linear = _linear_head(inner).linear
+    return DivergenceHead(linear.weight, linear.bias, logit_transform(inner.config, 1.0))
+
+
+def _divergence(step: Step, teacher: _Teacher, inner: Any, hidden_NH: Tensor) -> Tensor:
+    head = _divergence_head(inner)
+    N = len(hidden_NH)
+    chunk = rows_per_tile(N, step.device, step.chunk_size, head.weight.numel())
+    on_gpu = step.device.type != "cpu"
+    return linear_divergence(
+        hidden_NH,
+        head,
+        teacher.hidden,
+        teacher.head,
+        step.beta,
+        chunk_size=chunk if on_gpu else step.chunk_size,
+        tile_columns=columns_per_tile(chunk, len(head.weight), step.device, weights=head.weight.numel()) if on_gpu else None,
+        tile_dtype=statistics_dtype(operand_dtype(hidden_NH, head.weight)) if on_gpu else None,
+    ).divergence
+
+
+def _log_probs(step: Step, inner: Any, hidden_NH: Tensor) -> Tensor:
+    head = _linear_head(inner)
     N = len(hidden_NH)
     rows = weight_layout_of(
         head,

@@ -71,7 +71,7 @@ class _Operands(NamedTuple):
 
 
 @dataclass(frozen=True)
-class _Settings:
+class Settings:
     """What the call asks for. Forward and backward read weights and biases only inside `readable()`."""
 
     student: LogitTransform
@@ -81,6 +81,7 @@ class _Settings:
     divergence: Divergence
     chunk_size: int | None
     columns: int | None
+    tile_dtype: torch.dtype | None
     readable: Callable[[], AbstractContextManager[Any]]
 
     @cached_property
@@ -90,6 +91,8 @@ class _Settings:
 
     def logits_dtype(self, device: torch.device) -> torch.dtype:
         """The dtype of the forward's tiles. On the CPU, the rounding of results to fp32 is then the only one."""
+        if self.tile_dtype is not None:
+            return self.tile_dtype
         return torch.float64 if device.type == "cpu" else self.accumulate
 
     def sums(self, hidden: Tensor, one_head: bool) -> TokenSums:
@@ -180,9 +183,14 @@ def _is_same(a: Tensor | None, b: Tensor | None) -> bool:
         a is not None
         and b is not None
         and a.numel() > 0
-        and (a.data_ptr(), a.shape, a.stride(), a.dtype, a.device)
-        == (b.data_ptr(), b.shape, b.stride(), b.dtype, b.device)
+        and _place(a) == _place(b)
     )
+
+
+def _place(tensor: Tensor) -> tuple[Any, ...]:
+    """Return where the values of a tensor are. Unlike a pointer, a tensor without data has it too."""
+    storage = tensor.untyped_storage()._cdata
+    return storage, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device
 
 
 def _operand(tensor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -215,7 +223,7 @@ def _project_exactly(out: Tensor, difference_nH: Tensor, weight_vH: Tensor) -> N
         rest_nH = rest_nH - part_nH
 
 
-def _scan(settings: _Settings, x: _Operands, gradients: Gradients | None) -> TokenSums:
+def _scan(settings: Settings, x: _Operands, gradients: Gradients | None) -> TokenSums:
     """Fold all tiles. `gradients`, if given, is filled too."""
     one_head = settings.has_one_head(x)
     sums = settings.sums(x.student_hidden, one_head)
@@ -233,7 +241,7 @@ class _DivergenceFrozen(torch.autograd.Function):
     """The divergence with a gradient for the student's hidden states only, which the forward forms and saves."""
 
     @staticmethod
-    def forward(ctx: Any, settings: _Settings, x: _Operands, hidden: Tensor) -> LinearDivergence:
+    def forward(ctx: Any, settings: Settings, x: _Operands, hidden: Tensor) -> LinearDivergence:
         ctx.set_materialize_grads(False)
         with settings.readable(), exact_arithmetic(hidden.device):
             gradients = Gradients(hidden, settings.accumulate, settings.gradient_dtype(hidden.device))
@@ -263,7 +271,7 @@ class _DivergenceRecompute(torch.autograd.Function):
     """The divergence with a gradient for each of the student's operands. The backward recomputes the tiles."""
 
     @staticmethod
-    def forward(ctx: Any, settings: _Settings, *operands: Tensor | None) -> LinearDivergence:
+    def forward(ctx: Any, settings: Settings, *operands: Tensor | None) -> LinearDivergence:
         x = _Operands(*operands)  # type: ignore[arg-type]
         ctx.set_materialize_grads(False)
         with settings.readable(), exact_arithmetic(x.student_hidden.device):
@@ -280,7 +288,7 @@ class _DivergenceRecompute(torch.autograd.Function):
         refuse_second_derivative()
         if grad_divergence is None:
             return (None,) * 7
-        settings: _Settings = ctx.settings
+        settings: Settings = ctx.settings
         # Read only once: offloading and checkpointing allow no second read
         saved_tensors = ctx.saved_tensors
         x = _Operands(*saved_tensors[:6])
@@ -298,7 +306,7 @@ class _DivergenceRecompute(torch.autograd.Function):
 
 
 def _backward(
-    settings: _Settings, x: _Operands, sums: TokenSums, a: Tensor, b: Tensor, needs_gradient: tuple[bool, ...]
+    settings: Settings, x: _Operands, sums: TokenSums, a: Tensor, b: Tensor, needs_gradient: tuple[bool, ...]
 ) -> tuple[Tensor | None, ...]:
     """Recompute the tiles, and return the gradients of the student's hidden states, weight and bias."""
     needs_hidden, needs_weight, needs_bias = needs_gradient
@@ -345,6 +353,7 @@ def linear_divergence(
     *,
     chunk_size: int | None = None,
     tile_columns: int | None = None,
+    tile_dtype: torch.dtype | None = None,
     readable: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> LinearDivergence:
     """Return the divergence of student and teacher for each token, without storing all logits.
@@ -366,6 +375,8 @@ def linear_divergence(
             Tokens in a tile. `None` chooses from the number of tokens and the device.
         tile_columns (`int`, *optional*):
             Columns of the vocabulary in a tile. `None` chooses from the tokens in a tile and the device.
+        tile_dtype (`torch.dtype`, *optional*):
+            The dtype of the forward's tiles. `None`: float64 on the CPU, else that of the results.
         readable (`Callable`, *optional*):
             Returns a context in which weights and biases can be read, for engines that shard parameters. The forward
             enters it, and so does a backward that reads the weights.
@@ -377,7 +388,7 @@ def linear_divergence(
         )
     if not 0 <= beta <= 1:
         raise ValueError(f"`beta` must be between 0 and 1, got {beta}.")
-    settings = _Settings(
+    settings = Settings(
         student.transform,
         teacher.transform,
         operand_dtype(student_hidden, student.weight),
@@ -385,6 +396,7 @@ def linear_divergence(
         divergence_of(beta),
         chunk_size,
         tile_columns,
+        tile_dtype,
         readable,
     )
     x = _Operands(
