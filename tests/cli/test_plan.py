@@ -312,7 +312,7 @@ def test_gpus_are_known_by_the_name_that_the_driver_gives(name: str, known: str 
     assert gpu_named(name) is (known and GPUS[known])
 
 
-@pytest.mark.parametrize("method", ["sft", "dpo", "kto", "grpo", "rloo", "reward"])
+@pytest.mark.parametrize("method", ["sft", "dpo", "kto", "grpo", "rloo", "reward", "distillation"])
 def test_lengths_are_those_of_the_rows_that_train(method: str, tmp_path: Path):
     name = next(x for x, case in CASES.items() if case.method == method)
     line = line_of(name, tmp_path)
@@ -321,7 +321,7 @@ def test_lengths_are_those_of_the_rows_that_train(method: str, tmp_path: Path):
     # Words are tokens; the end of a completion is one more. Two rows to score may begin with the same word by chance
     assert prompts_U.min() == 4
     assert 32 <= prompts_U.max() <= 32 + (method == "reward")
-    if method in ("grpo", "rloo"):
+    if method in ("grpo", "rloo", "distillation"):
         assert completions_UC.shape == (64, 0)
         return
     assert completions_UC.shape == (64, 2 if method in ("dpo", "reward") else 1)

@@ -77,6 +77,30 @@ def test_student_and_teacher_process_at_most_65_percent_of_the_tokens(workshop: 
         assert 0 < ours <= 0.65 * stock, (ours, stock)
 
 
+def test_the_division_of_a_step_into_micro_batches_changes_nothing(workshop: Workshop, tmp_path: Path) -> None:
+    """`plan` chooses it."""
+    changes = []
+    for batch, accumulation in ((8, 1), (4, 2), (2, 4), (1, 8)):
+        trainer = _trainer(
+            workshop,
+            tmp_path,
+            _ragged_completions(trl_ext.DistillationTrainer, longest=8),
+            per_device_train_batch_size=batch,
+            gradient_accumulation_steps=accumulation,
+            train_dataset=_ragged_prompts(8, longest=8),
+            max_steps=1,
+            max_grad_norm=0.0,
+        )
+        before = {name: x.detach().clone() for name, x in trainer.model.named_parameters()}
+        trainer.train()
+        changes.append({name: x.detach() - before[name] for name, x in trainer.model.named_parameters()})
+    largest = max(x.abs().max() for x in changes[0].values())
+    assert largest > 1e-3
+    for other_changes in changes[1:]:
+        for name, change in changes[0].items():
+            torch.testing.assert_close(other_changes[name], change, rtol=0.0, atol=1e-4 * largest.item())
+
+
 @pytest.mark.parametrize("padded", [0, 1])
 def test_a_packed_and_a_padded_model_score_the_same_tokens(padded: int, workshop: Workshop, tmp_path: Path) -> None:
     """The hidden states of both models are in one order."""

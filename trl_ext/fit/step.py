@@ -464,24 +464,21 @@ def _linear_head(inner: Any) -> LinearHead:
 
 
 def _divergence_head(inner: Any) -> DivergenceHead:
-    linear = _linear_head(inner).linear
+    linear: Any = _linear_head(inner).linear
     return DivergenceHead(linear.weight, linear.bias, logit_transform(inner.config, 1.0))
 
 
 def _divergence(step: Step, teacher: _Teacher, inner: Any, hidden_NH: Tensor) -> Tensor:
     head = _divergence_head(inner)
-    N = len(hidden_NH)
-    chunk = rows_per_tile(N, step.device, step.chunk_size, head.weight.numel())
-    on_gpu = step.device.type != "cpu"
-    return linear_divergence(
-        hidden_NH,
-        head,
-        teacher.hidden,
-        teacher.head,
-        step.beta,
-        chunk_size=chunk if on_gpu else step.chunk_size,
-        tile_columns=columns_per_tile(chunk, len(head.weight), step.device, weights=head.weight.numel()) if on_gpu else None,
-        tile_dtype=statistics_dtype(operand_dtype(hidden_NH, head.weight)) if on_gpu else None,
+    scores = partial(linear_divergence, hidden_NH, head, teacher.hidden, teacher.head, step.beta)
+    if step.device.type == "cpu":
+        return scores(chunk_size=step.chunk_size).divergence
+    V, H = head.weight.shape
+    chunk = rows_per_tile(len(hidden_NH), step.device, step.chunk_size, V * H)
+    return scores(
+        chunk_size=chunk,
+        tile_columns=columns_per_tile(chunk, V, step.device, weights=V * H),
+        tile_dtype=statistics_dtype(operand_dtype(hidden_NH, head.weight)),
     ).divergence
 
 

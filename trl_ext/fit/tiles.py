@@ -1,4 +1,4 @@
-"""Runs some of the LM head's tiles in place of all: each allocates and frees the same as its neighbours."""
+"""Runs some of an LM head's tiles in place of all: each allocates and frees the same as its neighbours."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -35,7 +35,7 @@ def few_tiles() -> Iterator[None]:
             yield tile
 
     Head.tiles = some_tiles  # type: ignore[method-assign, assignment]
-    Settings.tiles = some_tiles_of_divergence  # type: ignore[method-assign]
+    Settings.tiles = some_tiles_of_divergence  # type: ignore[method-assign, assignment]
     try:
         yield
     finally:

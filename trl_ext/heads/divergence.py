@@ -179,12 +179,7 @@ class Settings:
 def _is_same(a: Tensor | None, b: Tensor | None) -> bool:
     if a is b:
         return True
-    return (
-        a is not None
-        and b is not None
-        and a.numel() > 0
-        and _place(a) == _place(b)
-    )
+    return a is not None and b is not None and a.numel() > 0 and _place(a) == _place(b)
 
 
 def _place(tensor: Tensor) -> tuple[Any, ...]:
