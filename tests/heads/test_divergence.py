@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from divergence_definition import Problem, defined_divergence, outcome, random_problem, trl_divergence
 from trl_ext.heads import divergence as divergence_module
 from trl_ext.heads.divergence import DivergenceHead, linear_divergence
-from trl_ext.heads.divergence_terms import DEGREE, NEAR, GapTile, divergence_of
+from trl_ext.heads.divergence_terms import DEGREE, NEAR_GAP, GapTile, divergence_of
 from trl_ext.heads.logits import LogitTransform
 
 BETAS = (0.0, 0.1, 0.5, 0.9, 1.0)
@@ -301,7 +301,7 @@ def test_beta_out_of_range_is_refused(beta):
 def test_the_series_equals_the_formula(beta):
     """Where the formula does not cancel, at the border; f is never negative."""
     divergence = divergence_of(beta)
-    gap = torch.tensor([[-NEAR, -0.3, 0.3, NEAR]], dtype=torch.float64)
+    gap = torch.tensor([[-NEAR_GAP, -0.3, 0.3, NEAR_GAP]], dtype=torch.float64)
     ones = torch.ones_like(gap)
     tile = GapTile(gap, ones, gap.expm1(), is_exact=True)
     coefficients = divergence.coefficients(tile, torch.empty_like(gap), torch.empty_like(gap))

@@ -35,7 +35,7 @@ from .products import (
 from .tiled import columns_per_tile, rows_per_tile
 
 # Replaces a logit of -inf: far below any logit, and finite, so 0 times this number is 0. The same in fp32 and float64
-_ABSENT = -(2.0**100)
+_ABSENT_LOGIT = -(2.0**100)
 # On the CPU seven float64 tiles of this size exist at a time: 7 MiB, and as much again for intermediate results
 _CPU_TOKENS = 128
 _CPU_COLUMNS = 1024
@@ -95,10 +95,12 @@ class Settings:
             return self.tile_dtype
         return torch.float64 if device.type == "cpu" else self.accumulate
 
-    def sums(self, hidden: Tensor, one_head: bool) -> TokenSums:
+    def sums(self, hidden: Tensor, has_one_head: bool) -> TokenSums:
         """Return sums of nothing, for the tokens of `hidden`."""
         tile_dtype = self.logits_dtype(hidden.device)
-        return TokenSums(self.divergence, hidden, one_head=one_head, dtype=self.accumulate, tile_dtype=tile_dtype)
+        return TokenSums(
+            self.divergence, hidden, has_one_head=has_one_head, dtype=self.accumulate, tile_dtype=tile_dtype
+        )
 
     def has_one_head(self, x: _Operands) -> bool:
         """Whether both models have the same weight, bias and transform. Call it inside `readable()`."""
@@ -114,7 +116,7 @@ class Settings:
             return torch.float32
         return coefficients_dtype(self.student_dtype, device)
 
-    def tiles(self, x: _Operands, *, one_head: bool, is_forward: bool) -> Iterator[Tile]:
+    def tiles(self, x: _Operands, *, has_one_head: bool, is_forward: bool) -> Iterator[Tile]:
         """Yield every tile. The outer loop is over classes, so each slice of a weight is cast once.
 
         Only the forward computes the logits in `logits_dtype`: the gradient does not need more than fp32.
@@ -129,51 +131,55 @@ class Settings:
             v = min(v, _CPU_COLUMNS) if self.columns is None else v
         logits_dtype = self.logits_dtype(device) if is_forward else self.accumulate
         buffers = [x.student_hidden.new_empty(n * v, dtype=logits_dtype) for _ in range(7)]
-        for start in range(0, V, v):
-            columns = slice(start, min(start + v, V))
+        for first_column in range(0, V, v):
+            columns = slice(first_column, min(first_column + v, V))
             weight_vH = _operand(x.student_weight[columns], self.student_dtype)
             student_vH = weight_vH.to(logits_dtype) if logits_dtype == torch.float64 else weight_vH
-            if not one_head:
+            if not has_one_head:
                 teacher_vH = _operand(x.teacher_weight[columns], self.teacher_dtype)
                 teacher_vH = teacher_vH.to(logits_dtype) if logits_dtype == torch.float64 else teacher_vH
-            for first in range(0, N, n):
-                tokens = slice(first, min(first + n, N))
+            for first_token in range(0, N, n):
+                tokens = slice(first_token, min(first_token + n, N))
                 shape = (tokens.stop - tokens.start, columns.stop - columns.start)
-                student, other, *scratch = (buffer[: shape[0] * shape[1]].view(shape) for buffer in buffers)
+                student_logits, other_logits, *scratch = (
+                    buffer[: shape[0] * shape[1]].view(shape) for buffer in buffers
+                )
                 hidden_nH = _operand(x.student_hidden[tokens], self.student_dtype)
-                _project(student, hidden_nH, student_vH, x.student_bias, columns)
-                if one_head:
-                    self._project_gap_(other, student, x, tokens, student_vH)
+                _project(student_logits, hidden_nH, student_vH, x.student_bias, columns)
+                if has_one_head:
+                    self._project_gap_(other_logits, student_logits, x, tokens, student_vH)
                 else:
                     teacher_nH = _operand(x.teacher_hidden[tokens], self.teacher_dtype)
-                    _project(other, teacher_nH, teacher_vH, x.teacher_bias, columns)
-                    self.teacher.apply_(other).clamp_(min=_ABSENT)
-                    self.student.apply_(student)
-                slope = self.student.softcap_derivative(student)
-                student.clamp_(min=_ABSENT)
-                yield Tile(tokens, columns, student, other, hidden_nH, weight_vH, slope, *scratch)
+                    _project(other_logits, teacher_nH, teacher_vH, x.teacher_bias, columns)
+                    self.teacher.apply_(other_logits).clamp_(min=_ABSENT_LOGIT)
+                    self.student.apply_(student_logits)
+                slope = self.student.softcap_derivative(student_logits)
+                student_logits.clamp_(min=_ABSENT_LOGIT)
+                yield Tile(tokens, columns, student_logits, other_logits, hidden_nH, weight_vH, slope, *scratch)
 
-    def _project_gap_(self, gap: Tensor, student: Tensor, x: _Operands, tokens: slice, weight_vH: Tensor) -> None:
-        """Write z_t - z_s to `gap`, and overwrite the products `student` with z_s."""
+    def _project_gap_(
+        self, gap: Tensor, student_logits: Tensor, x: _Operands, tokens: slice, weight_vH: Tensor
+    ) -> None:
+        """Write z_t - z_s to `gap`, and overwrite the products `student_logits` with z_s."""
         difference_nH = x.teacher_hidden[tokens].to(gap.dtype) - x.student_hidden[tokens].to(gap.dtype)
         _project_exactly(gap, difference_nH, weight_vH)
         softcap = self.student.softcap
         if softcap is None:
-            self.student.apply_(student)
+            self.student.apply_(student_logits)
             gap *= self.student.slope
             return
         # tanh(y + d) - tanh(y) = tanh(d) (1 - tanh(y)^2) / (1 + tanh(y) tanh(d)), which does not cancel for a small d
         scale = self.student.logit_scale / softcap
         gap *= scale
         is_far = gap.abs() > 1
-        teacher = torch.tanh(student * scale + gap) if bool(is_far.any()) else None
-        student.mul_(scale).tanh_()
+        teacher_tanh = torch.tanh(student_logits * scale + gap) if bool(is_far.any()) else None
+        student_logits.mul_(scale).tanh_()
         gap.tanh_()
-        rise = (1 - student.square()).mul_(gap).div_(gap.mul(student).add_(1))
-        if teacher is not None:
-            torch.where(is_far, teacher.sub_(student), rise, out=rise)
+        rise = (1 - student_logits.square()).mul_(gap).div_(gap.mul(student_logits).add_(1))
+        if teacher_tanh is not None:
+            torch.where(is_far, teacher_tanh.sub_(student_logits), rise, out=rise)
         torch.mul(rise, softcap / self.student.temperature, out=gap)
-        student.mul_(softcap / self.student.temperature)
+        student_logits.mul_(softcap / self.student.temperature)
 
 
 def _is_same(a: Tensor | None, b: Tensor | None) -> bool:
@@ -220,14 +226,14 @@ def _project_exactly(out: Tensor, difference_nH: Tensor, weight_vH: Tensor) -> N
 
 def _scan(settings: Settings, x: _Operands, gradients: Gradients | None) -> TokenSums:
     """Fold all tiles. `gradients`, if given, is filled too."""
-    one_head = settings.has_one_head(x)
-    sums = settings.sums(x.student_hidden, one_head)
-    centred = settings.divergence.centred
-    for tile in settings.tiles(x, one_head=one_head, is_forward=True):
-        sums.fold_(tile, gradients, with_terms=not centred)
-    if centred:
+    has_one_head = settings.has_one_head(x)
+    sums = settings.sums(x.student_hidden, has_one_head)
+    is_centred = settings.divergence.is_centred
+    for tile in settings.tiles(x, has_one_head=has_one_head, is_forward=True):
+        sums.fold_(tile, gradients, with_terms=not is_centred)
+    if is_centred:
         sums.centre_()
-        for tile in settings.tiles(x, one_head=one_head, is_forward=True):
+        for tile in settings.tiles(x, has_one_head=has_one_head, is_forward=True):
             sums.fold_terms_(tile, sums.gaps(tile, sums.exponentials(tile)), gradients)
     return sums
 
@@ -243,8 +249,8 @@ class _DivergenceFrozen(torch.autograd.Function):
             sums = _scan(settings, x._replace(student_hidden=hidden), gradients)
             a, b = sums.gradient_factors()
             slope = settings.student.slope
-            gradient_NH = gradients.of_student.mul_((a * slope)[:, None])
-            gradient_NH.sub_(gradients.of_coefficients.mul_((b * slope)[:, None]))
+            gradient_NH = gradients.student_sums.mul_((a * slope)[:, None])
+            gradient_NH.sub_(gradients.coefficient_sums.mul_((b * slope)[:, None]))
         results = LinearDivergence(*sums.results())
         ctx.save_for_backward(gradient_NH)
         ctx.hidden_dtype = hidden.dtype
@@ -274,7 +280,7 @@ class _DivergenceRecompute(torch.autograd.Function):
         results = LinearDivergence(*sums.results())
         ctx.save_for_backward(*x, sums.student_shift, sums.other_shift, *sums.gradient_factors())
         ctx.settings = settings
-        ctx.one_head = sums.one_head
+        ctx.has_one_head = sums.has_one_head
         ctx.mark_non_differentiable(results.entropy)
         return results
 
@@ -289,14 +295,14 @@ class _DivergenceRecompute(torch.autograd.Function):
         x = _Operands(*saved_tensors[:6])
         student_shift, other_shift, a, b = saved_tensors[6:]
         slope = settings.student.slope
-        upstream = grad_divergence.to(settings.accumulate) * slope
+        upstream_grad = grad_divergence.to(settings.accumulate) * slope
         with settings.readable(), exact_arithmetic(x.student_hidden.device):
             # As in the forward: hooks of saved tensors may have copied one of the weights
-            sums = settings.sums(x.student_hidden, ctx.one_head)
+            sums = settings.sums(x.student_hidden, ctx.has_one_head)
             sums.student_shift = student_shift
             sums.other_shift = other_shift
             sums.largest_teacher = other_shift
-            gradients = _backward(settings, x, sums, a * upstream, b * upstream, ctx.needs_input_grad[1:4])
+            gradients = _backward(settings, x, sums, a * upstream_grad, b * upstream_grad, ctx.needs_input_grad[1:4])
         return None, *gradients, None, None, None
 
 
@@ -306,28 +312,30 @@ def _backward(
     """Recompute the tiles, and return the gradients of the student's hidden states, weight and bias."""
     needs_hidden, needs_weight, needs_bias = needs_gradient
     hidden, weight, bias = x[:3]
-    operand = settings.gradient_dtype(hidden.device)
+    product_dtype = settings.gradient_dtype(hidden.device)
     grad_hidden = hidden.new_zeros(hidden.shape, dtype=settings.accumulate) if needs_hidden else None
     # Zeros, because no tile is written if there is no token
     grad_weight = torch.zeros_like(weight) if needs_weight else None
     grad_bias = None
     if needs_bias and bias is not None:
         grad_bias = torch.zeros_like(bias, dtype=settings.accumulate)
-    for tile in settings.tiles(x, one_head=sums.one_head, is_forward=False):
+    for tile in settings.tiles(x, has_one_head=sums.has_one_head, is_forward=False):
         gaps = sums.gaps(tile, sums.exponentials(tile))
-        coefficients = settings.divergence.coefficients(gaps, tile.scratch, tile.shifted)
+        coefficients = settings.divergence.coefficients(gaps, tile.scratch, tile.shifted_logits)
         grad_tile = gaps.student.mul_(a[tile.tokens, None]).sub_(coefficients.mul_(b[tile.tokens, None]))
         if tile.slope is not None:
             grad_tile.mul_(tile.slope)
         if grad_bias is not None:
             grad_bias[tile.columns] += grad_tile.sum(0)
-        rounded = grad_tile.to(operand)
+        rounded_grad = grad_tile.to(product_dtype)
         if grad_hidden is not None:
-            matmul_into(grad_hidden[tile.tokens], rounded, tile.weight.to(operand), accumulate=True)
+            matmul_into(grad_hidden[tile.tokens], rounded_grad, tile.weight.to(product_dtype), accumulate=True)
         if grad_weight is not None:
             if tile.is_first_of_columns:
                 sums_vH = weight.new_empty(tile.weight.shape, dtype=settings.accumulate)
-            matmul_into(sums_vH, rounded.t(), tile.hidden.to(operand), accumulate=not tile.is_first_of_columns)
+            matmul_into(
+                sums_vH, rounded_grad.t(), tile.hidden.to(product_dtype), accumulate=not tile.is_first_of_columns
+            )
             if tile.tokens.stop == len(hidden):
                 grad_weight[tile.columns] = sums_vH.to(weight.dtype)
     return (

@@ -13,9 +13,9 @@ from .divergence_terms import Divergence, GapTile, Move, Sums
 from .products import matmul_into
 
 # A divergence beyond this comes from such a logit
-_INFINITE = 1e16
+_INFINITE_DIVERGENCE = 1e16
 # How far the teacher's largest logit may be from its shift, which follows the sums
-_FAR = 24.0
+_LARGEST_DISTANCE = 24.0
 # The largest gap whose exponential is formed from the student's
 _LARGEST_GAP = 64.0
 
@@ -26,15 +26,15 @@ class Tile:
 
     tokens: slice
     columns: slice
-    student: Tensor
+    student_logits: Tensor
     # The teacher's logits, or with one head their gap to the student's
-    other: Tensor
+    other_logits: Tensor
     hidden: Tensor
     weight: Tensor
     # The factor that a softcap gives to dz/dx of the student
     slope: Tensor | None
     # (n, v) each, for what follows from the logits
-    shifted: Tensor
+    shifted_logits: Tensor
     exponentials: Tensor
     gap: Tensor
     excess: Tensor
@@ -62,25 +62,25 @@ class Gradients:
     Both factors include that of a softcap, but not the slope.
     """
 
-    def __init__(self, hidden: Tensor, accumulate: torch.dtype, operand: torch.dtype) -> None:
-        self.of_student = hidden.new_zeros(hidden.shape, dtype=accumulate)
-        self.of_coefficients = torch.zeros_like(self.of_student)
-        self.operand = operand
+    def __init__(self, hidden: Tensor, accumulate: torch.dtype, operand_dtype: torch.dtype) -> None:
+        self.student_sums = hidden.new_zeros(hidden.shape, dtype=accumulate)
+        self.coefficient_sums = torch.zeros_like(self.student_sums)
+        self.operand_dtype = operand_dtype
 
     def add_(self, tile: Tile, student: Tensor, coefficients: Tensor) -> None:
-        weight_vH = tile.weight.to(self.operand)
-        for sums_NH, factors in ((self.of_student, student), (self.of_coefficients, coefficients)):
+        weight_vH = tile.weight.to(self.operand_dtype)
+        for sums_NH, factors in ((self.student_sums, student), (self.coefficient_sums, coefficients)):
             if tile.slope is not None:
                 factors = factors.mul_(tile.slope)
-            matmul_into(sums_NH[tile.tokens], factors.to(self.operand), weight_vH, accumulate=True)
+            matmul_into(sums_NH[tile.tokens], factors.to(self.operand_dtype), weight_vH, accumulate=True)
 
     def move_(self, tokens: slice, student: Tensor, p: Tensor, q: Tensor) -> None:
         """Rescale e_s by `student`; a coefficient becomes p coefficient + q e_s."""
-        of_student = self.of_student[tokens]
-        of_coefficients = self.of_coefficients[tokens]
-        student, p, q = (x.to(of_student.dtype)[:, None] for x in (student, p, q))
-        of_coefficients.mul_(p).add_(of_student * q)
-        of_student.mul_(student)
+        student_sums = self.student_sums[tokens]
+        coefficient_sums = self.coefficient_sums[tokens]
+        student, p, q = (x.to(student_sums.dtype)[:, None] for x in (student, p, q))
+        coefficient_sums.mul_(p).add_(student_sums * q)
+        student_sums.mul_(student)
 
 
 class TokenSums:
@@ -92,17 +92,18 @@ class TokenSums:
     """
 
     def __init__(
-        self, divergence: Divergence, hidden: Tensor, *, one_head: bool, dtype: torch.dtype, tile_dtype: torch.dtype
+        self, divergence: Divergence, hidden: Tensor, *, has_one_head: bool, dtype: torch.dtype, tile_dtype: torch.dtype
     ) -> None:
         self.divergence = divergence
-        self.one_head = one_head
+        self.has_one_head = has_one_head
         self.dtype = dtype
         zeros = hidden.new_zeros(len(hidden), dtype=tile_dtype)
         self.student_shift = zeros
         self.other_shift = zeros.clone()
         self.largest_teacher = zeros - torch.inf
-        sums = torch.float32 if hidden.device.type == "mps" else torch.float64
-        self.shifted, *totals = hidden.new_zeros(5, len(hidden), dtype=sums).unbind()
+        sum_dtype = torch.float32 if hidden.device.type == "mps" else torch.float64
+        # `logit_sums`: of e_s times the shifted logit
+        self.logit_sums, *totals = hidden.new_zeros(5, len(hidden), dtype=sum_dtype).unbind()
         self.sums = Sums(*totals)
 
     # A Jensen-Shannon divergence has no terms before the last pass
@@ -110,85 +111,87 @@ class TokenSums:
         """Add a tile, and move the shifts if needed. Overwrites its buffers."""
         tokens = tile.tokens
         self._shift_to_largest_(tile, gradients)
-        dtype = self.shifted.dtype
+        dtype = self.logit_sums.dtype
         student = self.exponentials(tile)
         sum_student = student.sum(-1).to(dtype)
-        sum_shifted = torch.mul(tile.shifted, student, out=tile.scratch).sum(-1)
+        sum_logits = torch.mul(tile.shifted_logits, student, out=tile.scratch).sum(-1)
         gaps = self.gaps(tile, student)
         sum_excess = gaps.excess.sum(-1).to(dtype)
         total_student = self.sums.student[tokens] + sum_student
         ratio = (1 + (self.sums.excess[tokens] + sum_excess) / total_student).clamp(min=1e-6)
-        outside = (ratio > 2) | (ratio < 0.5)
-        if bool(outside.any()):
-            moved = torch.where(outside, ratio.log(), 0).to(self.other_shift.dtype)
-            self._move_(tokens, self.student_shift[tokens], self.other_shift[tokens] + moved, gradients)
+        is_outside = (ratio > 2) | (ratio < 0.5)
+        if bool(is_outside.any()):
+            shift_change = torch.where(is_outside, ratio.log(), 0).to(self.other_shift.dtype)
+            self._move_(tokens, self.student_shift[tokens], self.other_shift[tokens] + shift_change, gradients)
             gaps = self.gaps(tile, student)
             sum_excess = gaps.excess.sum(-1).to(dtype)
         self.sums.student[tokens] += sum_student
         self.sums.excess[tokens] += sum_excess
-        self.shifted[tokens] += sum_shifted
+        self.logit_sums[tokens] += sum_logits
         if with_terms:
             self.fold_terms_(tile, gaps, gradients)
 
     def fold_terms_(self, tile: Tile, gaps: GapTile, gradients: Gradients | None) -> None:
         """Add a tile's terms and coefficients. Overwrites its buffers."""
-        coefficients = self.divergence.coefficients(gaps, tile.scratch, tile.shifted)
+        coefficients = self.divergence.coefficients(gaps, tile.scratch, tile.shifted_logits)
         self.sums.coefficients[tile.tokens] += coefficients.sum(-1)
         out = tile.scratch if coefficients is gaps.excess else gaps.excess
-        self.sums.terms[tile.tokens] += self.divergence.terms(gaps, coefficients, out, tile.shifted).sum(-1)
+        self.sums.terms[tile.tokens] += self.divergence.terms(gaps, coefficients, out, tile.shifted_logits).sum(-1)
         if gradients is not None:
             gradients.add_(tile, gaps.student, coefficients)
 
     def exponentials(self, tile: Tile) -> Tensor:
         """Shift the student's logits, and return e_s. Replaces the logits by their gap to the teacher's."""
-        _subtract(tile.student, self.student_shift[tile.tokens], tile.shifted)
-        if not self.one_head:
-            torch.sub(tile.other, tile.student, out=tile.student)
-        return torch.exp(tile.shifted, out=tile.exponentials)
+        _subtract(tile.student_logits, self.student_shift[tile.tokens], tile.shifted_logits)
+        if not self.has_one_head:
+            torch.sub(tile.other_logits, tile.student_logits, out=tile.student_logits)
+        return torch.exp(tile.shifted_logits, out=tile.exponentials)
 
     def gaps(self, tile: Tile, student: Tensor) -> GapTile:
         """Return the gaps and exponentials, after `exponentials`."""
         gap, excess = tile.gap, tile.excess
         other_shift = self.other_shift[tile.tokens]
-        if not self.one_head:
+        if not self.has_one_head:
             # Exponents near 0 have the smallest rounding errors
-            largest = self.largest_teacher[tile.tokens]
-            _subtract(tile.other, largest, excess)
-            factor = torch.exp(largest - other_shift)
+            largest_teacher = self.largest_teacher[tile.tokens]
+            _subtract(tile.other_logits, largest_teacher, excess)
+            factor = torch.exp(largest_teacher - other_shift)
             teacher = torch.exp(excess, out=tile.scratch).mul_(factor[:, None])
             torch.sub(teacher, student, out=excess)
-            _subtract(tile.student, other_shift - self.student_shift[tile.tokens], gap)
+            _subtract(tile.student_logits, other_shift - self.student_shift[tile.tokens], gap)
             return GapTile(gap, student, excess, teacher=teacher)
-        _subtract(tile.other, other_shift, gap)
+        _subtract(tile.other_logits, other_shift, gap)
         torch.expm1(gap, out=excess).mul_(student)
         if float(gap.amax()) > _LARGEST_GAP:
             # There e_s may have underflowed, but not e_t
-            torch.where(gap > _LARGEST_GAP, torch.exp(tile.shifted + gap), excess, out=excess)
+            torch.where(gap > _LARGEST_GAP, torch.exp(tile.shifted_logits + gap), excess, out=excess)
         return GapTile(gap, student, excess, is_exact=True)
 
     def _shift_to_largest_(self, tile: Tile, gradients: Gradients | None) -> None:
         tokens = tile.tokens
         dtype = self.student_shift.dtype
-        largest_student = tile.student.amax(-1)
-        teacher = torch.add(tile.student, tile.other, out=tile.gap) if self.one_head else tile.other
-        self.largest_teacher[tokens] = torch.maximum(self.largest_teacher[tokens], teacher.amax(-1).to(dtype))
+        largest_student = tile.student_logits.amax(-1)
+        teacher_logits = tile.other_logits
+        if self.has_one_head:
+            teacher_logits = torch.add(tile.student_logits, tile.other_logits, out=tile.gap)
+        self.largest_teacher[tokens] = torch.maximum(self.largest_teacher[tokens], teacher_logits.amax(-1).to(dtype))
         largest_teacher = self.largest_teacher[tokens]
         old_shift = self.student_shift[tokens]
         if tile.is_first:
             student_shift = largest_student
             other_shift = largest_teacher
-            if self.one_head:
-                other_shift = tile.other.gather(1, tile.student.argmax(-1, keepdim=True))[:, 0]
+            if self.has_one_head:
+                other_shift = tile.other_logits.gather(1, tile.student_logits.argmax(-1, keepdim=True))[:, 0]
         else:
             student_shift = torch.maximum(largest_student, old_shift)
             # The gap stays the same if the teacher's logits move as much as the student's
             other_shift = self.other_shift[tokens]
-            if not self.one_head:
+            if not self.has_one_head:
                 other_shift = other_shift + (student_shift - old_shift)
-        teacher_shift = student_shift + other_shift if self.one_head else other_shift
-        is_far = (largest_teacher - teacher_shift).abs() > _FAR
-        at_largest = largest_teacher - student_shift if self.one_head else largest_teacher
-        other_shift = torch.where(is_far, at_largest, other_shift.to(at_largest.dtype))
+        teacher_shift = student_shift + other_shift if self.has_one_head else other_shift
+        is_far = (largest_teacher - teacher_shift).abs() > _LARGEST_DISTANCE
+        largest_shift = largest_teacher - student_shift if self.has_one_head else largest_teacher
+        other_shift = torch.where(is_far, largest_shift, other_shift.to(largest_shift.dtype))
         if tile.is_first:
             self.student_shift[tokens] = student_shift
             self.other_shift[tokens] = other_shift
@@ -197,43 +200,43 @@ class TokenSums:
 
     def centre_(self) -> None:
         """Move D so that T = S."""
-        moved = (self.sums.excess / self.sums.student).log1p()
-        everything = slice(0, len(moved))
-        self._move_(everything, self.student_shift, (self.other_shift + moved).to(self.other_shift.dtype), None)
+        shift_change = (self.sums.excess / self.sums.student).log1p()
+        all_tokens = slice(0, len(shift_change))
+        self._move_(all_tokens, self.student_shift, (self.other_shift + shift_change).to(self.other_shift.dtype), None)
 
     def _move_(self, tokens: slice, student_shift: Tensor, other_shift: Tensor, gradients: Gradients | None) -> None:
         """Move the shifts of `tokens`, and all sums with them."""
-        before = Sums(*(x[tokens] for x in self.sums))
-        moved_student = student_shift.to(before.student.dtype) - self.student_shift[tokens]
-        moved_other = other_shift.to(before.student.dtype) - self.other_shift[tokens]
+        old_sums = Sums(*(x[tokens] for x in self.sums))
+        student_change = student_shift.to(old_sums.student.dtype) - self.student_shift[tokens]
+        other_change = other_shift.to(old_sums.student.dtype) - self.other_shift[tokens]
         self.student_shift[tokens] = student_shift
         self.other_shift[tokens] = other_shift
-        moved_gap = moved_other if self.one_head else moved_other - moved_student
-        moved_teacher = moved_student + moved_other if self.one_head else moved_other
-        if not bool(((moved_student != 0) | (moved_gap != 0)).any()):
+        gap_change = other_change if self.has_one_head else other_change - student_change
+        teacher_change = student_change + other_change if self.has_one_head else other_change
+        if not bool(((student_change != 0) | (gap_change != 0)).any()):
             return
-        move = Move(torch.exp(-moved_student), torch.exp(-moved_teacher), moved_gap)
-        self.shifted[tokens] = move.student * (self.shifted[tokens] - moved_student * before.student)
-        after = before._replace(
-            student=move.student * before.student,
-            excess=move.teacher * before.excess + (move.teacher - move.student) * before.student,
+        move = Move(torch.exp(-student_change), torch.exp(-teacher_change), gap_change)
+        self.logit_sums[tokens] = move.student * (self.logit_sums[tokens] - student_change * old_sums.student)
+        new_sums = old_sums._replace(
+            student=move.student * old_sums.student,
+            excess=move.teacher * old_sums.excess + (move.teacher - move.student) * old_sums.student,
         )
-        if not self.divergence.centred:
+        if not self.divergence.is_centred:
             p, q = self.divergence.move_coefficients(move)
-            after = after._replace(coefficients=p * before.coefficients + q * before.student)
-            moved_terms = self.divergence.move_terms(move, before, after)
-            after = after._replace(terms=torch.where(moved_gap == 0, move.student * before.terms, moved_terms))
+            new_sums = new_sums._replace(coefficients=p * old_sums.coefficients + q * old_sums.student)
+            moved_terms = self.divergence.move_terms(move, old_sums, new_sums)
+            new_sums = new_sums._replace(terms=torch.where(gap_change == 0, move.student * old_sums.terms, moved_terms))
             if gradients is not None:
                 gradients.move_(tokens, move.student, p, q)
-        for total, moved in zip(self.sums, after, strict=True):
-            total[tokens] = moved
+        for total, new_total in zip(self.sums, new_sums, strict=True):
+            total[tokens] = new_total
 
     def results(self) -> tuple[Tensor, Tensor]:
         """Return the divergence and the student's entropy of each token, `(N,)`, after the last tile."""
         student = self.sums.student
         divergence = self.divergence.value(self.sums.terms / student, self.sums.excess / student).clamp(min=0)
-        divergence = divergence.masked_fill(divergence > _INFINITE, torch.inf)
-        entropy = student.log() - self.shifted / student
+        divergence = divergence.masked_fill(divergence > _INFINITE_DIVERGENCE, torch.inf)
+        entropy = student.log() - self.logit_sums / student
         return divergence.to(self.dtype), entropy.to(self.dtype)
 
     def gradient_factors(self) -> tuple[Tensor, Tensor]:

@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 # Up to this gap, f comes from its power series. Beyond it, the terms of the formula hardly cancel
-NEAR = 0.5
+NEAR_GAP = 0.5
 DEGREE = 11
 
 
@@ -72,7 +72,7 @@ class Sums(NamedTuple):
 class Divergence(ABC):
     """One kind of divergence. Its sums over the vocabulary are tensors (N,)."""
 
-    centred = False
+    is_centred = False
     """Whether tiles must have T = S, so that D is L. Otherwise T / S need only be near 1."""
     # Of f: coefficients of D^2, D^3, and so on
     series: tuple[float, ...]
@@ -100,21 +100,23 @@ class Divergence(ABC):
         """Return p and q: after the move a coefficient is p coefficient + q e_s, both from before."""
         raise NotImplementedError
 
-    def move_terms(self, move: Move, before: Sums, after: Sums) -> Tensor:
-        """Return the sum of the terms after a move with another gap; `after` has the other sums."""
+    def move_terms(self, move: Move, old_sums: Sums, new_sums: Sums) -> Tensor:
+        """Return the sum of the terms after a move with another gap; `new_sums` has the other sums."""
         raise NotImplementedError
 
     def terms(self, tile: GapTile, coefficients: Tensor, out: Tensor, scratch: Tensor) -> Tensor:
         """Write the terms to `out`, as `formula` does."""
         if not tile.is_exact:
             return self.formula(tile, coefficients, out, scratch)
-        smallest, largest = (float(x) for x in tile.gap.aminmax())
-        if smallest > -NEAR and largest < NEAR:
+        smallest_gap, largest_gap = (float(x) for x in tile.gap.aminmax())
+        if smallest_gap > -NEAR_GAP and largest_gap < NEAR_GAP:
             return self._near_terms(tile, tile.gap, out)
-        near = self._near_terms(tile, torch.clamp(tile.gap, -NEAR, NEAR, out=scratch), torch.empty_like(out))
+        near_terms = self._near_terms(
+            tile, torch.clamp(tile.gap, -NEAR_GAP, NEAR_GAP, out=scratch), torch.empty_like(out)
+        )
         self.formula(tile, coefficients, out, scratch)
-        is_near = tile.gap.abs() < NEAR
-        return torch.where(is_near, near, out, out=out)
+        is_near = tile.gap.abs() < NEAR_GAP
+        return torch.where(is_near, near_terms, out, out=out)
 
     def _near_terms(self, tile: GapTile, gap: Tensor, out: Tensor) -> Tensor:
         out.fill_(self.series[-1])
@@ -145,9 +147,9 @@ class ForwardKL(Divergence):
     def move_coefficients(self, move: Move) -> tuple[Tensor, Tensor]:
         return move.teacher, move.teacher - move.student
 
-    def move_terms(self, move: Move, before: Sums, after: Sums) -> Tensor:
-        sum_gaps = before.terms + before.excess - move.gap * (before.student + before.excess)  # of e_t D
-        return move.teacher * sum_gaps - after.excess
+    def move_terms(self, move: Move, old_sums: Sums, new_sums: Sums) -> Tensor:
+        sum_gaps = old_sums.terms + old_sums.excess - move.gap * (old_sums.student + old_sums.excess)  # of e_t D
+        return move.teacher * sum_gaps - new_sums.excess
 
 
 class ReverseKL(Divergence):
@@ -171,14 +173,14 @@ class ReverseKL(Divergence):
     def move_coefficients(self, move: Move) -> tuple[Tensor, Tensor]:
         return move.student, -move.student * move.gap
 
-    def move_terms(self, move: Move, before: Sums, after: Sums) -> Tensor:
-        return after.excess - after.coefficients
+    def move_terms(self, move: Move, old_sums: Sums, new_sums: Sums) -> Tensor:
+        return new_sums.excess - new_sums.coefficients
 
 
 class JensenShannon(Divergence):
     """beta KL(p_t || m) + (1 - beta) KL(p_s || m)."""
 
-    centred = True  # so terms and coefficients never move
+    is_centred = True  # so terms and coefficients never move
 
     def __init__(self, beta: float) -> None:
         self.beta = beta
