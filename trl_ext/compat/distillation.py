@@ -41,10 +41,10 @@ class DistilledRows(NamedTuple):
     def of(cls, batch: dict[str, Tensor]) -> "DistilledRows":
         ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)
         mask = torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1)
-        in_loss = batch["completion_mask"]
+        loss_mask = batch["completion_mask"]
         if "tool_mask" in batch:
-            in_loss = in_loss * batch["tool_mask"]
-        completion_labels = batch["completion_ids"].masked_fill(in_loss == 0, -100)
+            loss_mask = loss_mask * batch["tool_mask"]
+        completion_labels = batch["completion_ids"].masked_fill(loss_mask == 0, -100)
         labels = torch.cat([torch.full_like(batch["prompt_ids"], -100), completion_labels], dim=1)
         images = {name: batch[name] for name in _IMAGE_KEYS if name in batch}
         return cls(labels, {"input_ids": ids, "attention_mask": mask, **images})
@@ -79,7 +79,7 @@ def prepare_teacher(trainer: DistillationInternals, model: Any) -> Any:
     return trainer.accelerator.prepare_model(model, evaluation_mode=True)
 
 
-def in_wrapper(trainer: DistillationInternals, wrapper: Any, run: Callable[..., Any], *positional: Any) -> Any:
+def call_in_wrapper(trainer: DistillationInternals, wrapper: Any, run: Callable[..., Any], *positional: Any) -> Any:
     """Return `run(model, *positional)`, called in the forward of the engine's `wrapper`, which gathers its weights."""
     model = trainer.accelerator.unwrap_model(wrapper)
     return trainer._forward_redirection(wrapper, model, run, model, *positional)

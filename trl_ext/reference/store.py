@@ -86,7 +86,7 @@ class DiskStore(MemoryStore):
     """
 
     contents = "reference log-probs"  # in warnings
-    if_not_written = "They stay in memory"
+    consequence = "They stay in memory"
     option = "reference_store_dir"
 
     def __init__(
@@ -230,7 +230,7 @@ class DiskStore(MemoryStore):
             self.contents,
             self.folder,
             error,
-            self.if_not_written,
+            self.consequence,
             self.option,
         )
 

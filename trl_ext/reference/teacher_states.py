@@ -28,7 +28,7 @@ class _States(DiskStore):
     """The entries of one teacher. They are too large to stay in memory if the disk is full."""
 
     contents = "hidden states of the teacher"
-    if_not_written = "The teacher computes them in each epoch"
+    consequence = "The teacher computes them in each epoch"
     option = "teacher_store_dir"
 
     def add(self, entries: Entries) -> None:
@@ -43,16 +43,16 @@ class _States(DiskStore):
 class StoredHead(nn.Module):
     """The head of a stored teacher: the weight `(V, H)` and the bias `(V,)`, and how its product becomes logits."""
 
-    def __init__(self, tensors: dict[str, Tensor], about: dict[str, str]) -> None:
+    def __init__(self, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
         super().__init__()
         self.weight = nn.Parameter(tensors["weight"], requires_grad=False)
         bias = tensors.get("bias")
         self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
-        self.logit_scale = float(about["logit_scale"])
-        self.softcap = float(about["softcap"]) if about["softcap"] else None
-        self.dtype: torch.dtype = getattr(torch, about["dtype"])  # of the hidden states
-        self.keeps_padding = about["keeps_padding"] == "True"
-        self.vocabulary = int(about["vocabulary"])
+        self.logit_scale = float(metadata["logit_scale"])
+        self.softcap = float(metadata["softcap"]) if metadata["softcap"] else None
+        self.dtype: torch.dtype = getattr(torch, metadata["dtype"])  # of the hidden states
+        self.keeps_padding = metadata["keeps_padding"] == "True"
+        self.vocabulary = int(metadata["vocabulary"])
 
     def write(self, folder: Path) -> None:
         """Write the head to a file of `folder`."""
@@ -61,7 +61,7 @@ class StoredHead(nn.Module):
         tensors = {"weight": self.weight.detach().cpu().contiguous()}
         if self.bias is not None:
             tensors["bias"] = self.bias.detach().cpu().contiguous()
-        about = {
+        metadata = {
             "identity": folder.name,
             "logit_scale": repr(self.logit_scale),
             "softcap": "" if self.softcap is None else repr(self.softcap),
@@ -69,8 +69,8 @@ class StoredHead(nn.Module):
             "keeps_padding": str(self.keeps_padding),
             "vocabulary": str(self.vocabulary),
         }
-        digest = _digest_of(about, tensors)
-        write_file(path, save(tensors, {**about, "digest": digest}))
+        digest = _digest_of(metadata, tensors)
+        write_file(path, save(tensors, {**metadata, "digest": digest}))
 
     @classmethod
     def read(cls, folder: Path) -> "StoredHead | None":
@@ -78,18 +78,18 @@ class StoredHead(nn.Module):
         path = folder / _HEAD / "head.safetensors"
         try:
             with safe_open(path, "pt") as file:
-                about = file.metadata() or {}
+                metadata = file.metadata() or {}
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         except FileNotFoundError:
             return None
         except (SafetensorError, OSError) as error:
             logger.warning("Ignored %s: %s. The teacher is loaded.", path, error)
             return None
-        digest = about.pop("digest", None)
-        if digest != _digest_of(about, tensors) or about.get("identity") != folder.name:
+        digest = metadata.pop("digest", None)
+        if digest != _digest_of(metadata, tensors) or metadata.get("identity") != folder.name:
             logger.warning("Ignored %s: its checksum is wrong. The teacher is loaded.", path)
             return None
-        return cls(tensors, about)
+        return cls(tensors, metadata)
 
 
 class TeacherStates:
@@ -141,12 +141,12 @@ class TeacherStates:
 
 
 def _as_words(states_nH: Tensor) -> NDArray[np.float32]:
-    raw = states_nH.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-    return np.pad(raw, (0, -len(raw) % 4)).view(np.float32)
+    raw_bytes = states_nH.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    return np.pad(raw_bytes, (0, -len(raw_bytes) % 4)).view(np.float32)
 
 
-def _digest_of(about: dict[str, str], tensors: dict[str, Tensor]) -> str:
-    digest = hashlib.sha256(repr(sorted(about.items())).encode())
+def _digest_of(metadata: dict[str, str], tensors: dict[str, Tensor]) -> str:
+    digest = hashlib.sha256(repr(sorted(metadata.items())).encode())
     for name, tensor in sorted(tensors.items()):
         digest.update(name.encode())
         digest.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)

@@ -60,34 +60,34 @@ def divergence_of(
     Raises:
         `ValueError`: the heads are on different devices, of which the teacher's is not the host.
     """
-    of_student = _layout(student)
+    student_layout = _layout(student)
     is_one_head = student.head.linear is teacher.head.linear
-    of_teacher = of_student if is_one_head else _layout(teacher)
+    teacher_layout = student_layout if is_one_head else _layout(teacher)
     if (
-        of_student.weight.device.type != of_teacher.weight.device.type == "cpu"
+        student_layout.weight.device.type != teacher_layout.weight.device.type == "cpu"
     ):  # between passes, a teacher in host memory has its head there too
-        device = of_student.weight.device
-        bias = None if of_teacher.bias is None else of_teacher.bias.to(device)
-        of_teacher = of_teacher._replace(weight=of_teacher.weight.to(device), bias=bias)
-    if of_student.weight.device != of_teacher.weight.device:
+        device = student_layout.weight.device
+        bias = None if teacher_layout.bias is None else teacher_layout.bias.to(device)
+        teacher_layout = teacher_layout._replace(weight=teacher_layout.weight.to(device), bias=bias)
+    if student_layout.weight.device != teacher_layout.weight.device:
         raise ValueError(
-            f"The student's LM head is on {of_student.weight.device} and the teacher's on {of_teacher.weight.device}. "
-            "Place both on the same device (`device_map`)."
+            f"The student's LM head is on {student_layout.weight.device} and the teacher's on "
+            f"{teacher_layout.weight.device}. Place both on the same device (`device_map`)."
         )
 
     @contextmanager
     def readable() -> Iterator[None]:
         with ExitStack() as stack:
-            for layout in (of_student,) if is_one_head else (of_student, of_teacher):
+            for layout in (student_layout,) if is_one_head else (student_layout, teacher_layout):
                 stack.enter_context(layout.readable())
             yield
 
     with readable():
         return linear_divergence(
             student.hidden,
-            DivergenceHead(of_student.weight, of_student.bias, student.transform),
+            DivergenceHead(student_layout.weight, student_layout.bias, student.transform),
             teacher.hidden.to(student.hidden.device),
-            DivergenceHead(of_teacher.weight, of_teacher.bias, teacher.transform),
+            DivergenceHead(teacher_layout.weight, teacher_layout.bias, teacher.transform),
             beta,
             chunk_size=chunk_size,
             readable=readable,
@@ -103,7 +103,7 @@ def whole_head(inputs: HeadInputs) -> tuple[Tensor, Tensor | None]:
     return weight, bias
 
 
-def scattered(values_N: Tensor, inputs: HeadInputs) -> Tensor:
+def scatter_tokens(values_N: Tensor, inputs: HeadInputs) -> Tensor:
     """Return values of the N tokens in the shape of `inputs.mask`, 0 elsewhere."""
     return values_N.new_zeros(inputs.mask.shape).masked_scatter(inputs.mask, values_N)
 

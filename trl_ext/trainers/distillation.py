@@ -25,7 +25,7 @@ from ..planning.batch_keys import prompt_of
 from ..planning.non_finite import not_finite_rows
 from ..planning.plan import Decision, Plan
 from ..reference.weights import base_of
-from ..scoring.divergence import DivergenceScorer, divergence_of, scattered
+from ..scoring.divergence import DivergenceScorer, divergence_of, scatter_tokens
 from .base import ExactTrainer
 from .column_completions import ColumnCompletions
 from .teacher import Teacher
@@ -154,7 +154,7 @@ class DistillationTrainer(ExactTrainer, trl.DistillationTrainer):
         self._divergence_BS: Tensor | None = None
         with self._policy_scored(self._users_loss, return_outputs=return_outputs):
             loss = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-        self._non_finite.watch(loss, self._not_finite, partial(prompt_of, inputs))
+        self._non_finite.watch(loss, self._not_finite_rows, partial(prompt_of, inputs))
         self._count_tokens()
         return loss
 
@@ -168,19 +168,19 @@ class DistillationTrainer(ExactTrainer, trl.DistillationTrainer):
         self._note_call("_compute_loss")
         rows = DistilledRows.of(inputs)
         # Before the student's pass, whose activations are not yet in memory then
-        of_teacher = self._teacher.head_inputs(unwrapped_student, rows).at_temperature(self.temperature)
-        of_student = self._scorer.policy.head_inputs(base_of(unwrapped_student), rows.labels, **rows.inputs)
-        of_student = of_student.at_temperature(self.temperature)
-        scores = divergence_of(of_student, of_teacher, self.beta, chunk_size=self._added.head_chunk_size)
+        teacher_inputs = self._teacher.head_inputs(unwrapped_student, rows).at_temperature(self.temperature)
+        student_inputs = self._scorer.policy.head_inputs(base_of(unwrapped_student), rows.labels, **rows.inputs)
+        student_inputs = student_inputs.at_temperature(self.temperature)
+        scores = divergence_of(student_inputs, teacher_inputs, self.beta, chunk_size=self._added.head_chunk_size)
         if self._non_finite.action is not None:
-            self._divergence_BS = scattered(scores.divergence.detach(), of_student)
-        tokens = of_student.mask.sum()
+            self._divergence_BS = scatter_tokens(scores.divergence.detach(), student_inputs)
+        tokens = student_inputs.mask.sum()
         items = tokens.clamp(min=1) if num_items_in_batch is None else num_items_in_batch
         if isinstance(items, Tensor):
             items = items.to(scores.divergence.device)
         return scores.divergence.sum() / items, scores.entropy.sum(), tokens
 
-    def _not_finite(self) -> dict[int, list[str]] | None:
+    def _not_finite_rows(self) -> dict[int, list[str]] | None:
         """Return the rows with a divergence that is not finite; `None` if code of the user has computed them."""
         divergence_BS = self._divergence_BS
         if divergence_BS is None:

@@ -10,7 +10,7 @@ from peft import PeftModel
 from torch import nn
 
 from ..checks.arguments import adapter_padding_reason
-from ..compat.distillation import DistilledRows, in_wrapper, load_teacher, prepare_teacher
+from ..compat.distillation import DistilledRows, call_in_wrapper, load_teacher, prepare_teacher
 from ..compat.reference import recorded_model_loads
 from ..compat.replaced import unrecorded_pass
 from ..distributed.shards import parameter_of
@@ -60,11 +60,11 @@ class Teacher:
         self.is_base = False
         self._base = base
         self._device = device
-        self._loaded: list[Any] = []
+        self._model_loads: list[Any] = []
         self._model: Any = None  # or its name, until TRL has loaded it
         self._waits = False  # whether the model named `_model` is loaded only if the store lacks a row
         self._size = ""  # of the store, for the plan
-        self._attached: weakref.ref[Any] | None = None  # the model with a forward of ours
+        self._attached_model: weakref.ref[Any] | None = None  # the model with a forward of ours
         self._has_begun = False
 
     # Construction
@@ -80,7 +80,7 @@ class Teacher:
         if self.store is not None and self.store.find(self._model):
             self._waits = True
             arguments["teacher_model"] = None
-        return recorded_model_loads(trl_trainer, self._loaded)
+        return recorded_model_loads(trl_trainer, self._model_loads)
 
     def attach(self) -> None:
         """Attach a scoring forward to the teacher's model, before an engine shards the weights.
@@ -93,10 +93,10 @@ class Teacher:
         if self._model is not None:
             model = self._model
             if isinstance(model, str):
-                model = self._loaded[-1][0]
+                model = self._model_loads[-1][0]
                 if self.store is not None:
                     self.store.learn_name(self._model)  # its files are here now
-            self._loaded.clear()
+            self._model_loads.clear()
             self._model = None  # the trainer has it
             self._attach(model)
         elif isinstance(self.trainer.model, PeftModel):
@@ -121,7 +121,7 @@ class Teacher:
         forward = self.scorer.forwards[-1]
         forward.linear_head(base_of(model))  # an error now, not in the first step
         forward.packing.padded_reason = adapter_padding_reason(model) or forward.packing.padded_reason
-        self._attached = weakref.ref(base_of(model))
+        self._attached_model = weakref.ref(base_of(model))
         if self._device is not None:
             check_hosted_engine(self.trainer, "teacher_device", is_split=False)
             check_supported(model, "teacher_device")
@@ -137,10 +137,10 @@ class Teacher:
         if self._waits:
             check_vocabulary(self.trainer.model, self.store.vocabulary)
             self.store.open()
-            if not self.store.holds_all():
+            if not self.store.has_all_rows():
                 self._load()
         if not self._waits:
-            model = self._inner()
+            model = self._inner_model()
             self._size = self.store.expected_size(model.config.get_text_config().hidden_size, model.dtype.itemsize)
 
     def _load(self) -> None:
@@ -149,12 +149,12 @@ class Teacher:
         self._attach(model)
         self.trainer.teacher_model = prepare_teacher(self.trainer, model)
 
-    def _unwrapped(self) -> Any:
+    def _unwrapped_model(self) -> Any:
         """Return the teacher's model without the engine's wrapper, perhaps with an adapter."""
         return uncompiled(self.trainer.accelerator.unwrap_model(self.trainer.teacher_model))
 
-    def _inner(self) -> Any:
-        return base_of(self._unwrapped())
+    def _inner_model(self) -> Any:
+        return base_of(self._unwrapped_model())
 
     def begin(self) -> None:
         """Find out which model the teacher is now: code of the user may have set `teacher_model`. Every rank calls it.
@@ -164,23 +164,23 @@ class Teacher:
         """
         self._has_begun = True
         if self.trainer.teacher_model is not None:
-            if self._is_another():
-                self._take_another()
+            if self._is_replaced():
+                self._attach_replacement()
             if self.store is not None:
-                self.store.begin(self._unwrapped())
+                self.store.begin(self._unwrapped_model())
         elif not self.is_base and not self._waits:
             raise ValueError(
                 "`teacher_model` is None. Pass a model, its name or its folder. Only a student with a PEFT adapter "
                 "needs none: then its base model is the teacher."
             )
 
-    def _is_another(self) -> bool:
+    def _is_replaced(self) -> bool:
         """Whether code of the user has set another `teacher_model`."""
         if self.trainer.teacher_model is None:
             return False
-        return self._attached is None or self._inner() is not self._attached()
+        return self._attached_model is None or self._inner_model() is not self._attached_model()
 
-    def _take_another(self) -> None:
+    def _attach_replacement(self) -> None:
         """Attach a model that code of the user has set in place of the teacher."""
         del self.scorer.forwards[1:]
         self.is_base = False
@@ -188,7 +188,7 @@ class Teacher:
         self._base.policy_reference = None
         if self.store is not None:
             self.store.forget_name()
-        self._attach(self._unwrapped())
+        self._attach(self._unwrapped_model())
 
     # The plan
 
@@ -216,15 +216,15 @@ class Teacher:
         Args:
             student (`nn.Module`): the student without the engine's wrapper.
         """
-        if not self._has_begun or self._is_another():
+        if not self._has_begun or self._is_replaced():
             self.begin()
         if self.is_base:
             with unrecorded_pass(self.trainer), self._base.entered(), _in_evaluation_mode(student):
                 inputs = self._score(student, rows)
-            return inputs._replace(head=self._before_training(inputs.head))
+            return inputs._replace(head=self._initial_head(inputs.head))
         if self.store is not None:
-            if self._attached is not None:
-                self.store.check_unchanged(self._unwrapped())
+            if self._attached_model is not None:
+                self.store.check_unchanged(self._unwrapped_model())
             return self.store.head_inputs(rows, self)
         return self.run(rows)
 
@@ -238,25 +238,25 @@ class Teacher:
             self._load()
         self.trainer.teacher_model.eval()
         with torch.no_grad():
-            inputs: HeadInputs = in_wrapper(self.trainer, self.trainer.teacher_model, self._score, rows)
+            inputs: HeadInputs = call_in_wrapper(self.trainer, self.trainer.teacher_model, self._score, rows)
         return inputs
 
     def head(self) -> tuple[LinearHead, LogitTransform]:
         """Return the head of the teacher's model."""
         forward = self.scorer.forwards[1]
-        return forward.linear_head(self._inner())[0], forward.transform
+        return forward.linear_head(self._inner_model())[0], forward.transform
 
-    def _before_training(self, head: LinearHead) -> LinearHead:
+    def _initial_head(self, head: LinearHead) -> LinearHead:
         """Return the head of the base model with its values from before training."""
         assert self._base.policy_reference is not None
         copies = {id(param): copy for param, copy in self._base.policy_reference.pairs()}
         weight, bias = (parameter_of(head.linear, name) for name in ("weight", "bias"))
         if copies.keys().isdisjoint((id(weight), id(bias))):
             return head
-        frozen = nn.Module()
-        frozen.weight = copies.get(id(weight), weight)
-        frozen.bias = copies.get(id(bias), bias)
-        return head._replace(linear=frozen)
+        frozen_linear = nn.Module()
+        frozen_linear.weight = copies.get(id(weight), weight)
+        frozen_linear.bias = copies.get(id(bias), bias)
+        return head._replace(linear=frozen_linear)
 
     def _score(self, model: Any, rows: DistilledRows) -> HeadInputs:
         forward = self.scorer.forwards[0 if self.is_base else 1]
@@ -265,21 +265,22 @@ class Teacher:
 
 def check_vocabulary(student: Any, vocabulary: int) -> None:
     """Raise `ValueError` unless the student has the teacher's vocabulary."""
-    of_student = student.config.get_text_config().vocab_size
-    if of_student != vocabulary:
+    student_vocabulary = student.config.get_text_config().vocab_size
+    if student_vocabulary != vocabulary:
         raise ValueError(
             f"`teacher_model` has a vocabulary of {vocabulary:,} tokens (`vocab_size`), but `model` one of "
-            f"{of_student:,}. Distillation compares them token by token. Use a teacher with the student's vocabulary."
+            f"{student_vocabulary:,}. Distillation compares them token by token. Use a teacher with the student's "
+            "vocabulary."
         )
 
 
 @contextmanager
 def _in_evaluation_mode(model: nn.Module) -> Iterator[None]:
-    training = [module for module in model.modules() if module.training]
-    for module in training:
+    training_modules = [module for module in model.modules() if module.training]
+    for module in training_modules:
         module.training = False
     try:
         yield
     finally:
-        for module in training:
+        for module in training_modules:
             module.training = True

@@ -36,12 +36,12 @@ from .counts import SkipCounts
 
 logger = logging.getLogger("trl_ext")
 
-_ROWS_TOGETHER = 64
+_ROWS_PER_BATCH = 64
 _ROWS_MEASURED = 256  # to predict the size of the store
 
 
 # The arguments of `from_pretrained` with which the model is that of the folder's files
-_LOADED_FROM_THE_FILES = {"dtype", "attn_implementation", "device_map", "low_cpu_mem_usage", "use_cache"}
+_LOADING_ARGUMENTS = {"dtype", "attn_implementation", "device_map", "low_cpu_mem_usage", "use_cache"}
 _SECONDS = 10.0  # to wait for the Hub
 
 
@@ -124,8 +124,8 @@ class TeacherStore:
                 if not HF_HUB_OFFLINE:  # the newest commit, which is the one that is loaded
                     revision = HfApi().model_info(name, revision=revision, timeout=_SECONDS).sha
                 folder = Path(snapshot_download(name, revision=revision, local_files_only=True))
-            settings_of_model = json.loads((folder / "config.json").read_text())
-            if not keywords.keys() <= _LOADED_FROM_THE_FILES | settings_of_model.keys():
+            model_config = json.loads((folder / "config.json").read_text())
+            if not keywords.keys() <= _LOADING_ARGUMENTS | model_config.keys():
                 return None
             files = digest_of_files(folder)
         except Exception:  # no such name, not on this machine, or not readable. The other ranks wait
@@ -199,12 +199,12 @@ class TeacherStore:
         if reason is not None:
             raise ValueError(f"`teacher_store='disk'` is not supported here: {reason}. Leave `teacher_store` out.")
         accelerator = self.ranks.accelerator
-        gathering = gathered_by_zero3, accelerator.is_main_process
+        gather_arguments = gathered_by_zero3, accelerator.is_main_process
         plugin = getattr(accelerator.state, "fsdp_plugin", None)
         facts = identity_facts(
-            weights.hash(*gathering),
+            weights.hash(*gather_arguments),
             weights.config,
-            weights.in_memory(*gathering),
+            weights.in_memory(*gather_arguments),
             mixed_precision=[accelerator.mixed_precision, str(getattr(plugin, "mixed_precision_policy", None))],
             device=accelerator.device.type,
             tf32=self._args.tf32,
@@ -225,14 +225,14 @@ class TeacherStore:
         weight, bias = whole_head(inputs)
         tensors = {"weight": weight} | ({} if bias is None else {"bias": bias})
         transform = inputs.transform
-        about = {
+        metadata = {
             "logit_scale": repr(transform.logit_scale),
             "softcap": "" if transform.softcap is None else repr(transform.softcap),
             "dtype": str(inputs.hidden.dtype).removeprefix("torch."),
             "keeps_padding": str(self._keeps_padding),
             "vocabulary": str(self._vocabulary),
         }
-        self._head = StoredHead(tensors, about)
+        self._head = StoredHead(tensors, metadata)
         self._write(self._write_head)
         self.open()
 
@@ -263,17 +263,17 @@ class TeacherStore:
 
     # What is stored
 
-    def holds_all(self) -> bool:
+    def has_all_rows(self) -> bool:
         """Return whether every row of the data sets is stored, on every rank. Every rank calls it."""
-        evaluated = self.trainer.eval_dataset
-        datasets = list(evaluated.values()) if isinstance(evaluated, dict) else [evaluated]
+        eval_dataset = self.trainer.eval_dataset
+        datasets = list(eval_dataset.values()) if isinstance(eval_dataset, dict) else [eval_dataset]
         datasets = [self.trainer.train_dataset, *(x for x in datasets if x is not None)]
         # With padding, an entry also depends on the rows of its batch
         is_by_row = self._states is not None and not self._states.head.keeps_padding
-        holds = is_by_row and all(isinstance(x, Dataset) and self._holds(x) for x in datasets)
-        return all(self.ranks.gather_objects(holds))
+        has_rows = is_by_row and all(isinstance(x, Dataset) and self._has_rows_of(x) for x in datasets)
+        return all(self.ranks.gather_objects(has_rows))
 
-    def _holds(self, dataset: Dataset) -> bool:
+    def _has_rows_of(self, dataset: Dataset) -> bool:
         assert self._states is not None
         for prompt_ids, completion_ids in self._token_ids(dataset):
             ids_1S = torch.tensor([[*prompt_ids, *completion_ids]])
@@ -287,11 +287,11 @@ class TeacherStore:
     def _token_ids(self, dataset: Dataset) -> Iterator[tuple[list[int], list[int]]]:
         """Yield the token ids of each row's prompt and completion."""
         limit = self.trainer.max_completion_length
-        for first in range(0, len(dataset), _ROWS_TOGETHER):
-            rows = [dataset[i] for i in range(first, min(first + _ROWS_TOGETHER, len(dataset)))]
+        for first in range(0, len(dataset), _ROWS_PER_BATCH):
+            rows = [dataset[i] for i in range(first, min(first + _ROWS_PER_BATCH, len(dataset)))]
             prompt_ids, *_ = self.trainer._tokenize_prompts([row["prompt"] for row in rows])
             for row, ids in zip(rows, prompt_ids, strict=True):
-                yield list(ids), self._completions.of_row(row, list(ids))[:limit]
+                yield list(ids), self._completions.completion_ids(row, list(ids))[:limit]
 
     def expected_size(self, width: int, itemsize: int) -> str:
         """Return how much the hidden states of the training data take on disk, as text.
@@ -300,14 +300,14 @@ class TeacherStore:
             width (`int`): the teacher's hidden size H.
             itemsize (`int`): the bytes of a number.
         """
-        of_token = f"{width * itemsize:,} bytes for each token of a completion"
+        token_size = f"{width * itemsize:,} bytes for each token of a completion"
         dataset = self.trainer.train_dataset
         if not isinstance(dataset, Dataset) or not len(dataset):
-            return of_token
-        measured = dataset.select(range(0, len(dataset), max(1, len(dataset) // _ROWS_MEASURED)))
-        tokens = [len(completion_ids) for _, completion_ids in self._token_ids(measured)]
+            return token_size
+        measured_rows = dataset.select(range(0, len(dataset), max(1, len(dataset) // _ROWS_MEASURED)))
+        tokens = [len(completion_ids) for _, completion_ids in self._token_ids(measured_rows)]
         mebibytes = sum(tokens) / len(tokens) * len(dataset) * width * itemsize / 2**20
-        return f"{of_token}, about {mebibytes:,.1f} MiB for the training data"
+        return f"{token_size}, about {mebibytes:,.1f} MiB for the training data"
 
     # For each batch
 
@@ -324,26 +324,28 @@ class TeacherStore:
         if self._states is not None:
             keys_B = self._keys(rows)
             states_B = [self._states.get(key, tokens) for key, tokens in zip(keys_B, tokens_B, strict=True)]
-        missing = [row for row, states in enumerate(states_B) if states is None]
-        processed = 0
-        if self.ranks.any(bool(missing)):
+        missing_rows = [row for row, states in enumerate(states_B) if states is None]
+        processed_tokens = 0
+        if self.ranks.any(bool(missing_rows)):
             if not teacher.is_loaded and self.ranks.is_sharded:
                 raise RuntimeError(
                     "A row is not stored, and the teacher is not loaded, because all rows of the data sets were stored "
                     "when training began. Pass every evaluation set as `eval_dataset`, or leave `teacher_store` out."
                 )
             # A pass needs all ranks, also one that lacks no row
-            part = rows.subset(missing or [0])
+            part = rows.subset(missing_rows or [0])
             inputs = teacher.run(part)
-            processed = part.labels.numel()
+            processed_tokens = part.labels.numel()
             if self._states is None:
                 self._create(inputs)
-            fresh = inputs.hidden.split([tokens_B[row] for row in missing or [0]])
-            self._add(rows, dict(zip(missing, fresh, strict=False)))
-            for row, states_nH in zip(missing, fresh, strict=False):
+            new_states = inputs.hidden.split([tokens_B[row] for row in missing_rows or [0]])
+            self._add(rows, dict(zip(missing_rows, new_states, strict=False)))
+            for row, states_nH in zip(missing_rows, new_states, strict=False):
                 states_B[row] = states_nH
         mode = "train" if self.trainer.model.training else "eval"
-        self.trainer.skip_counts.add(mode, passes=int(processed == 0), tokens=rows.labels.numel() - processed)
+        self.trainer.skip_counts.add(
+            mode, passes=int(processed_tokens == 0), tokens=rows.labels.numel() - processed_tokens
+        )
         hidden_NH = torch.cat([states_nH.to(device) for states_nH in states_B if states_nH is not None])
         if teacher.is_loaded:
             head, transform = teacher.head()
@@ -356,8 +358,8 @@ class TeacherStore:
     def _add(self, rows: DistilledRows, states_by_row: dict[int, Tensor]) -> None:
         if self._states is not None and states_by_row:
             keys_B = self._keys(rows)
-            finite = {row: states_nH for row, states_nH in states_by_row.items() if states_nH.isfinite().all()}
-            self._states.add({keys_B[row]: states_nH for row, states_nH in finite.items()})
+            finite_states = {row: states_nH for row, states_nH in states_by_row.items() if states_nH.isfinite().all()}
+            self._states.add({keys_B[row]: states_nH for row, states_nH in finite_states.items()})
 
     def _keys(self, rows: DistilledRows) -> list[bytes]:
         assert self._states is not None
