@@ -131,8 +131,8 @@ def built_with(
         answers = chain([lambda model: False], repeat(module.is_peft_model))
         names["is_peft_model"] = lambda model: next(answers)(model)
     hidden = {"padding_free": False} if getattr(config, "padding_free", None) else {}
-    listed = {name: value for name, value in names.items() if name in REPLACED[trainer_class.__name__]}
-    with names_replaced(trainer_class, **listed, **others), replaced(config, **hidden):
+    listed_names = {name: value for name, value in names.items() if name in REPLACED[trainer_class.__name__]}
+    with names_replaced(trainer_class, **listed_names, **others), replaced(config, **hidden):
         yield
 
 

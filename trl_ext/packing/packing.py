@@ -258,10 +258,10 @@ class HostBatch:
     def of(cls, ids_BS: Tensor, mask_BS: Tensor | None, labels_BS: Tensor) -> "HostBatch":
         """Copy a batch to the host, which waits for the device once."""
         S = ids_BS.shape[1]
-        shifted_BS = torch.nn.functional.pad(
+        shifted_labels_BS = torch.nn.functional.pad(
             labels_BS[:, 1:].to(ids_BS.device), (0, S + 1 - labels_BS.shape[1]), value=-100
         )
-        tensors = [x for x in (ids_BS, mask_BS, shifted_BS) if x is not None]
+        tensors = [x for x in (ids_BS, mask_BS, shifted_labels_BS) if x is not None]
         if ids_BS.device.type != "cpu":
             tensors = list(torch.stack([x.to(ids_BS.dtype) for x in tensors]).cpu())
         ids, *masks, labels = (x.numpy() for x in tensors)

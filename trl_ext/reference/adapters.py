@@ -102,11 +102,12 @@ class AdapterChoice:
         Raises:
             `ValueError`: an adapter has taken weights out of the base model.
         """
-        started = next((x for x in policy.peft_config.values() if _begins_with_base_weights(x)), None)
-        if self.fresh is None and started is not None:
+        base_adapter = next((x for x in policy.peft_config.values() if _begins_with_base_weights(x)), None)
+        if self.fresh is None and base_adapter is not None:
             raise ValueError(
-                f"The base model is the teacher, but an adapter with `init_lora_weights={started.init_lora_weights!r}` "
-                "has changed its weights. Pass the model from before as `teacher_model`."
+                "The base model is the teacher, but an adapter with "
+                f"`init_lora_weights={base_adapter.init_lora_weights!r}` has changed its weights. Pass the model from "
+                "before as `teacher_model`."
             )
         return PolicyReference(policy, "initial" if _begins_with_base_weights(self.fresh) else "base")
 

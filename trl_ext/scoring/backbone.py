@@ -81,14 +81,15 @@ class BackboneForward:
         """Look again, in the next pass, at what the model draws at random."""
         self._modules = None
 
-    def look_for_hooks(self, wrapped: nn.Module | None = None) -> bool:
+    def look_for_hooks(self, wrapped_model: nn.Module | None = None) -> bool:
         """Look at the hooks again. Return whether one has come since the plan was made that the plan must know.
 
         Args:
-            wrapped (`nn.Module`, *optional*): the model in the wrappers of PEFT and the engine, which may have hooks.
+            wrapped_model (`nn.Module`, *optional*): the model in the wrappers of PEFT and the engine, which may have
+                hooks.
         """
-        if wrapped is not None and self._outermost() is not wrapped:
-            self._outermost = weakref.ref(wrapped)
+        if wrapped_model is not None and self._outermost() is not wrapped_model:
+            self._outermost = weakref.ref(wrapped_model)
             self._modules = None
         model = self._outermost()
         known_randomness = self.late_randomness
@@ -122,5 +123,5 @@ class BackboneForward:
         return None if is_off else randomness
 
 
-def _are_same(functions: list[Any], others: list[Any]) -> bool:
-    return len(functions) == len(others) and all(map(operator.is_, functions, others))
+def _are_same(functions: list[Any], other_functions: list[Any]) -> bool:
+    return len(functions) == len(other_functions) and all(map(operator.is_, functions, other_functions))

@@ -30,7 +30,7 @@ logger = logging.getLogger("trl_ext")
 
 _PADDING = 3  # of the second row that is compared
 # Arguments of the model's own forward that its logits do not depend on. TRL passes a batch's margins to the model
-_NOT_READ = ("margin",)
+_UNREAD_ARGUMENTS = ("margin",)
 # What the model returns besides logits
 _FURTHER_OUTPUTS = ("output_hidden_states", "output_attentions")
 
@@ -102,7 +102,7 @@ class ClassifierForward(BackboneForward):
         ids_BS = inputs.get("input_ids")
         if ids_BS is None or pad_id is None or "labels" in inputs or _returns_more(model, inputs):
             return None
-        inputs = {name: x for name, x in inputs.items() if name not in _NOT_READ} | {"use_cache": False}
+        inputs = {name: x for name, x in inputs.items() if name not in _UNREAD_ARGUMENTS} | {"use_cache": False}
         # A label marks the token before it, so the last token needs one more column
         labels_BS = torch.full((ids_BS.shape[0], ids_BS.shape[1] + 1), -100, device=ids_BS.device)
         labels_BS.scatter_(1, pooled_columns(ids_BS, pad_id)[:, None] + 1, 0)
@@ -138,15 +138,16 @@ class ClassifierForward(BackboneForward):
         inputs: dict[str, Any] = {"input_ids": ids_BS, "attention_mask": mask_BS, "use_cache": False}
         self.counts = self.counts._replace(checks=self.counts.checks + 2 * ids_BS.numel())
         with undisturbed(model, device):
-            expected_BL = self.model_forward(model, **inputs).logits
+            expected_logits_BL = self.model_forward(model, **inputs).logits
         with undisturbed(model, device):
             hidden_BSH = backbone_of(model)(**inputs).last_hidden_state
             columns_B = pooled_columns(ids_BS, pad_id).to(hidden_BSH.device)
             logits_BL = self._score(model, hidden_BSH[torch.arange(len(columns_B), device=columns_B.device), columns_B])
         tolerance = COARSE_TOLERANCE if is_coarse(model, hidden_BSH) else TOLERANCE
-        difference = float((logits_BL.to(expected_BL) - expected_BL).double().norm())
+        difference = float((logits_BL.to(expected_logits_BL) - expected_logits_BL).double().norm())
         # NaN in both means that the weights are not finite
-        if difference <= tolerance * float(expected_BL.double().norm()) or not bool(expected_BL.isfinite().all()):
+        is_finite = bool(expected_logits_BL.isfinite().all())
+        if difference <= tolerance * float(expected_logits_BL.double().norm()) or not is_finite:
             self.agrees_with_model = True
             return
         self.packing.padded_reason = (
@@ -190,7 +191,7 @@ class ClassifierScorer(Scorer):
 
     forwards: list[ClassifierForward]  # type: ignore[assignment]
     scorer_of_policy = "The packed forward"
-    compares = "2 rows of 8 tokens run twice, to compare logits with those of the model's own forward"
+    comparison = "2 rows of 8 tokens run twice, to compare logits with those of the model's own forward"
 
     def attach(self, model: Any, **_: Any) -> None:
         self.forwards.append(

@@ -63,7 +63,7 @@ class Scorer:
         )
 
     scorer_of_policy = "The exact LM head"  # in an error
-    compares = "8 tokens run twice, to compare log-probs with the model's own logits"  # in the first step
+    comparison = "8 tokens run twice, to compare log-probs with the model's own logits"  # in the first step
 
     def set_entropy_gradient(self, requires_grad: bool) -> None:
         """Set whether the entropy has a gradient in the policy's next forward. Code of the user may come to need it."""

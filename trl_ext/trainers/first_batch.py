@@ -115,7 +115,7 @@ class FirstBatchChecks:
         is_known = is_of_libraries(model)
         if not packs and not is_known:
             return ()
-        reason = f"In the first step, {self.scorer.compares}."
+        reason = f"In the first step, {self.scorer.comparison}."
         if packs:
             rows = f"Up to {ROWS + 1} rows of at most {columns_to_check(model)} tokens"
             reason += f" {rows} run padded and packed, to compare hidden states."

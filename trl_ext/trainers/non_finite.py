@@ -33,8 +33,8 @@ def _log_probs_of(inputs: dict[str, Any], outputs: Any) -> Tensor | None:
     if not inputs.get("fused_lm_head"):
         return None
     tokens = inputs.get("labels", inputs.get("input_ids"))
-    first = 0 if tokens is None else -(tokens.shape[1] - 1)
-    log_probs: Tensor = outputs.log_probs[:, first:]
+    first_column = 0 if tokens is None else -(tokens.shape[1] - 1)
+    log_probs: Tensor = outputs.log_probs[:, first_column:]
     return log_probs
 
 
@@ -79,19 +79,19 @@ class NonFiniteLoss:
         Args:
             values_of (`Callable`): returns them from a forward's inputs and outputs; by default, log-probs.
         """
-        recorded: list[Tensor] = []
+        recorded_values: list[Tensor] = []
         if self.action is None:
-            yield recorded
+            yield recorded_values
             return
 
         def record(module: Any, positional: Any, inputs: dict[str, Any], outputs: Any) -> None:
             values = values_of(inputs, outputs)
             if values is not None and values.requires_grad:
-                recorded.append(values.detach())
+                recorded_values.append(values.detach())
 
         hook = model.register_forward_hook(record, with_kwargs=True)
         try:
-            yield recorded
+            yield recorded_values
         finally:
             hook.remove()
 

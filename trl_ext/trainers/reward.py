@@ -93,14 +93,14 @@ class RewardTrainer(ExactTrainer, trl.RewardTrainer):
         ):
             loss = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
 
-        def rows() -> dict[int, list[str]] | None:
+        def not_finite_pairs() -> dict[int, list[str]] | None:
             if not policy_forwards:
                 return None
-            chosen, rejected = policy_forwards[0].chunk(2)
-            every_pair = torch.ones(len(chosen), 1, dtype=torch.bool, device=chosen.device)
-            return not_finite_rows({"chosen": chosen, "rejected": rejected}, every_pair)
+            chosen_logits, rejected_logits = policy_forwards[0].chunk(2)
+            all_pairs = torch.ones(len(chosen_logits), 1, dtype=torch.bool, device=chosen_logits.device)
+            return not_finite_rows({"chosen": chosen_logits, "rejected": rejected_logits}, all_pairs)
 
-        self._non_finite.watch(loss, rows, lambda row: _prompt_of(inputs, row))
+        self._non_finite.watch(loss, not_finite_pairs, lambda row: _prompt_of(inputs, row))
         self._count_tokens()
         return loss
 
