@@ -39,9 +39,9 @@ def demo_words(method: str, *, lora: bool = True) -> list[str]:
         )
     data, words = _OF_METHOD[method]
     paths = ["--model_name_or_path", str(folder / "model"), "--dataset_name", str(folder / "data" / data)]
-    others = ["--reward_funcs", f"{folder / 'task.py'}:right_answer"] if data == "grpo" else []
+    further_words = ["--reward_funcs", f"{folder / 'task.py'}:right_answer"] if data == "grpo" else []
     if method == "distillation":
         # The demo has one model, so a constant makes a teacher of it
-        others = ["--teacher_model_name_or_path", str(folder / "model")]
-        others += ["--teacher_model_init_kwargs", '{"rms_norm_eps": 0.1}']
-    return [*_COMMON.split(), *(_LORA.split() if lora else ()), *words.split(), *paths, *others]
+        further_words = ["--teacher_model_name_or_path", str(folder / "model")]
+        further_words += ["--teacher_model_init_kwargs", '{"rms_norm_eps": 0.1}']
+    return [*_COMMON.split(), *(_LORA.split() if lora else ()), *words.split(), *paths, *further_words]

@@ -8,7 +8,7 @@ import torch
 from ..checks.arguments import check_offloading_device
 from ..config import with_help
 from ..fit.coverage import ENGINES
-from ..fit.estimate import PAIRED, longest_rows, step_of
+from ..fit.estimate import PAIR_METHODS, longest_rows, step_of
 from ..fit.policy import Policy, policy_of
 from ..fit.run import Run
 from ..fit.step import DIVERGENCE_HEAD, SCORE_HEAD, Step, StepMemory, memory_of_step
@@ -117,7 +117,7 @@ def _longest(step: Step, policy: Policy, limit: int, progress: CountingLine) -> 
 
 def _table(method: str, step: Step, policy: Policy, memory: StepMemory) -> str:
     """Return the parts of the memory, one a line, under a title with the batch."""
-    rows = f"{step.rows} rows" + f" ({step.rows // 2} pairs)" * (method in PAIRED)
+    rows = f"{step.rows} rows" + f" ({step.rows // 2} pairs)" * (method in PAIR_METHODS)
     on_host = f", without {readable(memory.offloaded)} in host memory" if step.offloads else ""
     reference = "a separate model" if step.reference else "no separate model"
     is_distilled = step.head == DIVERGENCE_HEAD

@@ -17,7 +17,7 @@ import yaml
 
 from ..config import with_help
 from ..fit.coverage import ENGINES
-from ..fit.estimate import PAIRED
+from ..fit.estimate import PAIR_METHODS
 from ..fit.launch import LAUNCH_ARGUMENTS, launch_arguments
 from ..fit.options import Option
 from ..fit.planner import Planner
@@ -255,7 +255,7 @@ def _lengths_table(planner: Planner) -> str:
     prompts_U, completions_UC = lengths.prompts_U, lengths.completions_UC
     unit = "rows"
     completion = "completion"
-    if planner.run.method in PAIRED:
+    if planner.run.method in PAIR_METHODS:
         unit = "pairs"
     if planner.run.samples:
         unit = "prompts"
@@ -276,7 +276,7 @@ def _bound_line(memory: _DeviceMemory) -> str:
 def _named(planner: Planner, option: Option) -> str:
     """Return an option in few words."""
     setting = option.setting
-    unit = "pair" if planner.run.method in PAIRED else "row"
+    unit = "pair" if planner.run.method in PAIR_METHODS else "row"
     if option.batch > 1:
         unit += "s"
     size = f"{option.batch} {unit}" if option.budget is None else f"{option.budget:,} tokens"

@@ -21,7 +21,7 @@ from .step import DIVERGENCE_HEAD, SCORE_HEAD, Engine, Step, memory_of_step
 # Of a micro-batch. An operator runs for each row and layer, in minutes for these rows in a large model
 MOST_ROWS = 1024
 _MOST_TOKENS = 2**26
-PAIRED = ("dpo", "reward")  # two rows for each of a batch
+PAIR_METHODS = ("dpo", "reward")  # two rows for each of a batch
 _LENGTH_STEP = 64  # tokens between the lengths of rows that are tried
 # What the head computes of each token besides log-probs and entropy
 _HEAD_OUTPUTS = {"sft": ("is_top1",), "dpo": ("mean_logits", "is_top1"), "kto": ("mean_logits",)}
@@ -42,7 +42,7 @@ def step_of(run: Run) -> Step:
         raise ArgumentError(f"`--{name}` leaves rows of {longest} tokens. Set it so that rows have 2 tokens or more.")
     if not 0 <= run.prompt_length < longest:
         raise ArgumentError(f"`--prompt_length` must be from 0 to {longest - 1}, got {run.prompt_length}.")
-    rows = training.per_device_train_batch_size * (2 if run.method in PAIRED else 1)
+    rows = training.per_device_train_batch_size * (2 if run.method in PAIR_METHODS else 1)
     _check_size(rows, longest, training.per_device_train_batch_size)
     is_scored = run.method == "reward"
     is_distilled = run.method == "distillation"

@@ -14,7 +14,7 @@ from ..planning.non_finite import steps_in_backward
 from ..planning.plan import model_reason
 from ..planning.sampled import micro_batches_of_a_step
 from .coverage import ENGINES, ENGINES_OF_CPU, WHOLE_WEIGHT_ENGINES, check_covered
-from .estimate import MOST_ROWS, PAIRED, step_of
+from .estimate import MOST_ROWS, PAIR_METHODS, step_of
 from .lengths import Array, Lengths
 from .options import Option, Setting, Space
 from .policy import facts_of, policy_of
@@ -111,13 +111,13 @@ class Planner:
         training = self.run.training
         shares = self.facts.shares_prompts and training.share_prompts is not False
         if not self.run.samples:
-            return Lengths(prompts_U, completions_UC, shares=shares and self.run.method in PAIRED)
-        longest_UC = np.full((len(prompts_U), 1), training.max_completion_length)
+            return Lengths(prompts_U, completions_UC, shares=shares and self.run.method in PAIR_METHODS)
+        longest_completions_UC = np.full((len(prompts_U), 1), training.max_completion_length)
         if self.run.method == "distillation":  # each prompt has one completion
-            return Lengths(prompts_U, longest_UC, shares=False)
+            return Lengths(prompts_U, longest_completions_UC, shares=False)
         return Lengths(
             prompts_U,
-            longest_UC,
+            longest_completions_UC,
             group=training.num_generations,
             shares=shares,
             kept_together=training.steps_per_generation == 1
@@ -196,7 +196,7 @@ class Planner:
             changes_batch=rows_may_move and method in ("sft", "rloo", "distillation"),
             changes_budget=rows_may_move and merges,
             joined_batches=self._joined_batches if merges else 1,
-            most_rows=MOST_ROWS // (2 if method in PAIRED else 1),
+            most_rows=MOST_ROWS // (2 if method in PAIR_METHODS else 1),
         )
 
     def _settings(self, given_setting: Setting) -> Iterator[Setting]:

@@ -85,11 +85,11 @@ def policy_of(run: Run) -> Policy:
 
     def make_base() -> Any:
         attention = arguments["attn_implementation"]
-        auto_class, own_config = AutoModelForCausalLM, deepcopy(config)
+        auto_class, config_copy = AutoModelForCausalLM, deepcopy(config)
         if run.method == "reward":
             auto_class = AutoModelForSequenceClassification
-            own_config.num_labels = 1
-        return auto_class.from_config(own_config, dtype=dtype, attn_implementation=attention, trust_remote_code=trusts)
+            config_copy.num_labels = 1
+        return auto_class.from_config(config_copy, dtype=dtype, attn_implementation=attention, trust_remote_code=trusts)
 
     def make() -> Any:
         model = make_base()
