@@ -15,7 +15,19 @@ from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parents[2]
 # What docs/performance.md asks of the machine, beside what these need
-THERE = ("torch", "triton", "transformers", "accelerate", "peft", "pandas", "pyarrow", "xxhash", "pytest", "hypothesis")
+THERE = (
+    "torch",
+    "triton",
+    "transformers",
+    "accelerate",
+    "peft",
+    "pandas",
+    "pyarrow",
+    "xxhash",
+    "pytest",
+    "pytest-xdist",
+    "hypothesis",
+)
 PROGRAMS = ("head", "training", "packing")
 TESTS = ("reference/test_hosted_reference_gpu.py", "packing/test_packing_gpu.py", "heads/test_kernels.py")
 
@@ -122,7 +134,9 @@ def test_each_call_measures_and_writes_to_both_folders(part: str, machine: dict[
     assert measured == ({"head"} if part == "head" else {"grpo", "dpo", "packing"})
     assert "trl" in {line["subject"] for line in lines}
     if part == "training":
-        assert " passed" in done.stdout
+        # A machine with few cores does not reach all tests within the limit of a call
+        assert " PASSED " in done.stdout
+        assert " FAILED " not in done.stdout
 
 
 def test_a_call_ends_in_time_and_says_what_it_left_out(clone: Path, tmp_path: Path):
