@@ -15,7 +15,9 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, Trai
 import trl_ext
 from tiny import REFERENCE_SEED, Workshop
 from token_counts import counted, total
+from trl_ext.distributed.ranks import Ranks
 from trl_ext.reference import teacher_states
+from trl_ext.reference.segments import Segment, _header_of_values
 from trl_ext.trainers.teacher_store import TeacherStore
 
 _ROWS = 8
@@ -139,6 +141,38 @@ def test_damaged_files_are_computed_again(damage: str, workshop: Workshop, tmp_p
     trainer, _ = _train(workshop, tmp_path)
     assert trainer.teacher_model is not None
     _assert_close(trainer, first)
+
+
+def test_a_later_run_reads_no_hidden_states_before_its_first_step(
+    workshop: Workshop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _train(workshop, tmp_path)
+    read = []
+    entry = Segment.entry
+    monkeypatch.setattr(Segment, "entry", lambda segment, i: read.append(i) or entry(segment, i))
+    trainer = _build(workshop, tmp_path)
+    assert (trainer.teacher_model, read) == (None, [])
+    trainer.train()
+    assert len(read) == 2 * _ROWS
+
+
+@pytest.mark.parametrize("is_sharded", [False, True])
+def test_damage_is_found_when_the_teacher_can_still_be_loaded(
+    is_sharded: bool, workshop: Workshop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _train(workshop, tmp_path)
+    states = next((tmp_path / "store").glob("*/*.safetensors"))
+    content = bytearray(states.read_bytes())
+    content[_header_of_values(states)["offset"]] ^= 1
+    states.write_bytes(content)
+    monkeypatch.setattr(Ranks, "is_sharded", is_sharded)
+    trainer = _build(workshop, tmp_path)
+    assert (trainer.teacher_model is not None) == is_sharded
+    trainer.train()
+    assert trainer.teacher_model is not None
+    monkeypatch.undo()
+    later, tokens = _train(workshop, tmp_path)
+    assert (later.teacher_model, tokens) == (None, 0)
 
 
 def test_a_full_disk_keeps_the_teacher(

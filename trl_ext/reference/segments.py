@@ -79,6 +79,10 @@ class Segment:
     def keys(self) -> list[bytes]:
         return np.frombuffer(self._keys, f"V{KEY_BYTES}").tolist()  # type: ignore[no-any-return]
 
+    def length(self, i: int) -> int:
+        """Return how many log-probs entry `i` has, without reading them."""
+        return int(self._bounds[i + 1] - self._bounds[i])
+
     def entry(self, i: int) -> NDArray[np.float32] | None:
         """Return the log-probs of entry `i`, or None if its checksum is wrong. Raises `OSError` if the file is gone."""
         begin, end = self._bounds[i], self._bounds[i + 1]

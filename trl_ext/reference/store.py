@@ -139,6 +139,15 @@ class DiskStore(MemoryStore):
             self._scan_folder()  # the file is damaged, or another process merged it into a new one
         return super().get(key)
 
+    def length(self, key: bytes) -> int | None:
+        """Return how many values a file's index has for this key, or None. They are not read, so may be damaged."""
+        place = self._places.get(key)
+        if place is None:
+            return None
+        number = bisect_right(self._starts, place) - 1
+        segment = self._files[number]
+        return None if segment is None else segment.length(place - self._starts[number])
+
     def _forget(self, key: bytes) -> None:
         super()._forget(key)
         self._places.pop(key, None)

@@ -126,10 +126,18 @@ class TeacherStates:
         """Return the states of one row, `(n, H)` with n `tokens`; `None` if they are not stored."""
         words = self._store.get(key)
         width, dtype = self.head.weight.shape[1], self.head.dtype
-        size = tokens * width * dtype.itemsize
-        if words is None or words.nbytes != size + -size % 4:
+        if words is None or len(words) != self._words(tokens):
             return None
-        return torch.from_numpy(words.view(np.uint8)[:size].copy()).view(dtype).view(tokens, width)
+        raw = words.view(np.uint8)[: tokens * width * dtype.itemsize]
+        return torch.from_numpy(raw.copy()).view(dtype).view(tokens, width)
+
+    def is_listed(self, key: bytes, tokens: int) -> bool:
+        """Return whether the index of a file has the states of one row. They are not read, so may be damaged."""
+        return self._store.length(key) == self._words(tokens)
+
+    def _words(self, tokens: int) -> int:
+        """Return the number of fp32 words that hold the states of one row."""
+        return -(-tokens * self.head.weight.shape[1] * self.head.dtype.itemsize // 4)
 
     def add(self, states: dict[bytes, Tensor]) -> None:
         """Store the states of rows, `(n, H)` each."""

@@ -280,7 +280,10 @@ class TeacherStore:
             labels_1S = ids_1S.clone()
             labels_1S[:, : len(prompt_ids)] = -100
             (key,) = self._states.keys(ids_1S, torch.ones_like(ids_1S), labels_1S)
-            if self._states.get(key, len(completion_ids)) is None:
+            tokens = len(completion_ids)
+            # Damage is found in training, when a teacher that is sharded can no longer be loaded
+            is_held = self._states.is_listed(key, tokens)
+            if not is_held or (self.ranks.is_sharded and self._states.get(key, tokens) is None):
                 return False
         return True
 
