@@ -300,6 +300,18 @@ def test_a_teacher_that_changes_during_training_is_an_error(workshop: Workshop, 
         trainer.train()
 
 
+def test_a_teacher_that_changes_after_it_is_loaded_late_is_an_error(workshop: Workshop, tmp_path: Path) -> None:
+    _train(workshop, tmp_path)
+    others = with_completions(3 * _ROWS)
+    trainer = _build(workshop, tmp_path)
+    trainer.train()
+    trainer.evaluate(others.select(range(_ROWS, 2 * _ROWS)))
+    with torch.no_grad():
+        trainer.teacher_model.lm_head.weight.mul_(2)
+    with pytest.raises(RuntimeError, match="The weights or adapters of `teacher_model` have changed during training"):
+        trainer.evaluate(others.select(range(2 * _ROWS, 3 * _ROWS)))
+
+
 def _build(workshop: Workshop, folder: Path, **changes: Any) -> Any:
     options = {
         "train_dataset": with_completions(_ROWS),

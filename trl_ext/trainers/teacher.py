@@ -144,10 +144,12 @@ class Teacher:
             self._size = self.store.expected_size(model.config.get_text_config().hidden_size, model.dtype.itemsize)
 
     def _load(self) -> None:
+        assert self.store is not None
         model = load_teacher(self.trainer, self._model)
         self._waits = False
         self._attach(model)
         self.trainer.teacher_model = prepare_teacher(self.trainer, model)
+        self.store.watch(self._unwrapped())
 
     def _unwrapped_model(self) -> Any:
         """Return the teacher's model without the engine's wrapper, perhaps with an adapter."""

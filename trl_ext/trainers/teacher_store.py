@@ -179,6 +179,11 @@ class TeacherStore:
             if self._identity_of(model) != identity:
                 self.forget_name()
                 self._identify(model)
+        self.watch(model)
+
+    def watch(self, model: Any) -> None:
+        """Note the state of a teacher that the store has identified, for `check_unchanged`."""
+        if self._is_watched:
             self._state = _state_of(model)
 
     def forget_name(self) -> None:
