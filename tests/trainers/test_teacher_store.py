@@ -344,13 +344,18 @@ def test_the_vocabulary_of_a_stored_teacher_is_compared_too(workshop: Workshop, 
         _build(workshop, tmp_path, model=workshop.model("odd_vocab"))
 
 
-def test_an_evaluation_of_other_rows_loads_the_teacher(workshop: Workshop, tmp_path: Path) -> None:
+def test_an_evaluation_of_other_rows_loads_the_teacher(
+    workshop: Workshop, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     _train(workshop, tmp_path)
     others = with_completions(2 * _ROWS).select(range(_ROWS, 2 * _ROWS))
     trainer = _build(workshop, tmp_path)
     assert trainer.teacher_model is None
+    said = f"`teacher_model` is loaded now and stays in memory, because {tmp_path / 'store'} lacks a row"
+    assert said not in caplog.text
     loss = trainer.evaluate(others)["eval_loss"]
     assert trainer.teacher_model is not None
+    assert caplog.text.count(said) == 1
     without = build(workshop, tmp_path / "out", train_dataset=others, completion_column="answer")
     assert loss == pytest.approx(without.evaluate(others)["eval_loss"], rel=1e-5)
 

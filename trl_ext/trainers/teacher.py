@@ -1,5 +1,6 @@
 """The teacher of a `DistillationTrainer`: a model, or the base model of the student's adapter."""
 
+import logging
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,6 +24,8 @@ from ..scoring.head import LinearHead
 from ..scoring.scorer import Scorer
 from .reference_weights import ReferenceOfPolicy, check_hosted_engine
 from .teacher_store import TeacherStore
+
+logger = logging.getLogger("trl_ext")
 
 
 class Trainer(Protocol):
@@ -237,6 +240,12 @@ class Teacher:
     def run(self, rows: DistilledRows) -> HeadInputs:
         """Run the backbone of the teacher's model, and load it first if no row of the data sets needed it."""
         if self._waits:
+            assert self.store is not None
+            if self.trainer.accelerator.is_main_process:
+                logger.warning(
+                    f"`teacher_model` is loaded now and stays in memory, because {self.store.folder} lacks a row, or "
+                    "has a damaged one."
+                )
             self._load()
         self.trainer.teacher_model.eval()
         with torch.no_grad():
