@@ -329,6 +329,7 @@ def test_text_and_messages_in_one_row_are_refused(workshop: Workshop, tmp_path: 
 
 
 _SAID = {"role": "assistant", "content": "w2"}
+_ASKED = {"role": "user", "content": "w1"}
 
 
 @pytest.mark.parametrize(
@@ -351,3 +352,12 @@ def test_rows_of_streaming_data_are_checked_in_their_batch(
     trainer = _trainer(workshop, tmp_path, train_dataset=data, completion_column="answer", **models)
     with pytest.raises(ValueError, match=said):
         trainer.train()
+
+
+def test_messages_that_repeat_their_prompt_are_refused_before_training(workshop: Workshop, tmp_path: Path) -> None:
+    rows = [{"prompt": [_ASKED], "answer": [_SAID]} for _ in range(8)]
+    rows[3]["answer"] = [_ASKED, _SAID]
+    models = {"model": workshop.model("chat"), "teacher_model": workshop.model("chat", seed=REFERENCE_SEED)}
+    said = "`prompt` of `train_dataset` is also at the start of `answer`, in row 3,"
+    with pytest.raises(ValueError, match=said):
+        _trainer(workshop, tmp_path, train_dataset=Dataset.from_list(rows), completion_column="answer", **models)

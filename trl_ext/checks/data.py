@@ -395,7 +395,7 @@ def _warn_of_unread_options(dataset: Any, name: str, config: Any, method: str) -
 
 
 def check_column(train_dataset: Any, eval_dataset: Any, column: str) -> None:
-    """Raise `ValueError` if a data set lacks the column of completions, or it is empty in a row."""
+    """Raise `ValueError` if a data set lacks the column of completions, or it is empty or has the prompt in a row."""
     for name, dataset in named_datasets(train_dataset, eval_dataset):
         columns = columns_of(dataset)
         if columns is not None and column not in columns:
@@ -413,6 +413,10 @@ def check_column(train_dataset: Any, eval_dataset: Any, column: str) -> None:
                     f"`{name}` has text in one of the columns `prompt` and `{column}` (`completion_column`), and "
                     "messages in the other. Use the same in both."
                 )
+            rows = sampled_rows(dataset, ("prompt", column))
+            # Text may begin with its prompt; messages with one of a user are an error in the first step
+            chats = {place: row for place, row in rows.items() if is_messages(row["prompt"])}
+            check_repeated_prompts(chats, ("prompt", column), name)
 
 
 def check_enough_prompts(dataset: Any, generation_batch_size: int, num_generations: int) -> None:
