@@ -128,8 +128,8 @@ class TeacherStates:
         width, dtype = self.head.weight.shape[1], self.head.dtype
         if words is None or len(words) != self._words(tokens):
             return None
-        raw = words.view(np.uint8)[: tokens * width * dtype.itemsize]
-        return torch.from_numpy(raw.copy()).view(dtype).view(tokens, width)
+        raw_bytes = words.view(np.uint8)[: tokens * width * dtype.itemsize]
+        return torch.from_numpy(raw_bytes.copy()).view(dtype).view(tokens, width)
 
     def is_listed(self, key: bytes, tokens: int) -> bool:
         """Return whether the index of a file has the states of one row. They are not read, so may be damaged."""

@@ -152,7 +152,7 @@ class Teacher:
         self._waits = False
         self._attach(model)
         self.trainer.teacher_model = prepare_teacher(self.trainer, model)
-        self.store.watch(self._unwrapped())
+        self.store.watch(self._unwrapped_model())
 
     def _unwrapped_model(self) -> Any:
         """Return the teacher's model without the engine's wrapper, perhaps with an adapter."""
