@@ -87,7 +87,7 @@ def is_there(name: str) -> bool:
 def clone(tmp_path: Path) -> Path:
     folder = tmp_path / "clone"
     folder.mkdir()
-    for name in ("benchmarks", "tests", "trl_ext"):
+    for name in ("benchmarks", "docs", "tests", "trl_ext"):
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__", "*.jsonl"))
     shutil.copy(ROOT / "pyproject.toml", folder)
     return folder
