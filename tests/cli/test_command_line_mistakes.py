@@ -133,6 +133,7 @@ RIGHT = (
     "dpo $DPO --use_peft --lora_target_modules all-linear",
     "rloo $RLOO --reward_clip_range -1 1",
     "reward $REWARD --use_peft --lora_target_modules all-linear --center_rewards_coefficient 0.01",
+    "distillation $SELF_DISTILLATION --use_peft --lora_target_modules all-linear --bf16",
     "rloo $RLOO --reward_clip_range -1e0 None",
     "grpo $GRPO --reward_weights -1 --generation_kwargs '{\"top_k\": 5}'",
     'sft $SFT --model_init_kwargs \'{"dtype": "float32"}\' --report_to none',

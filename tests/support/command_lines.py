@@ -4,7 +4,7 @@ import shlex
 from pathlib import Path
 from string import Template
 
-from transformers import AutoConfig
+from transformers import AutoConfig, BloomConfig
 
 from tiny import Workshop, preferences, prompts
 
@@ -18,6 +18,7 @@ _RUNS = {
     "KTO": f"--dataset_name labelled {_COMMON}",
     "REWARD": f"--dataset_name pairs {_COMMON}",
     "DISTILLATION": f"--dataset_name prompts {_COMMON} --teacher_model_name_or_path $MODEL --max_completion_length 4",
+    "SELF_DISTILLATION": f"--dataset_name prompts {_COMMON} --max_completion_length 4",
     **dict.fromkeys(
         ("GRPO", "RLOO"),
         f"--dataset_name prompts {_COMMON} --reward_funcs my_rewards.py:brevity --num_generations 2 "
@@ -90,6 +91,9 @@ def fill(folder: Path, workshop: Workshop) -> None:
     config = AutoConfig.from_pretrained(workshop.model("tied"))
     config.quantization_config = {"quant_method": "bitsandbytes", "load_in_4bit": True}
     config.save_pretrained(folder / "quantized")
+    # Models that stay padded
+    BloomConfig(vocab_size=config.vocab_size, hidden_size=32, n_layer=1, n_head=2).save_pretrained(folder / "padded")
+    BloomConfig(vocab_size=98, hidden_size=32, n_layer=1, n_head=2).save_pretrained(folder / "padded_98")
 
 
 def words_of(line: str, workshop: Workshop) -> list[str]:

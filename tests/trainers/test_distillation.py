@@ -328,6 +328,13 @@ def test_text_and_messages_in_one_row_are_refused(workshop: Workshop, tmp_path: 
         _trainer(workshop, tmp_path, train_dataset=data, completion_column="answer")
 
 
+def test_a_teacher_that_is_an_adapters_folder_is_refused(workshop: Workshop, tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(workshop.model("untied"))
+    get_peft_model(model, lora_config()).save_pretrained(tmp_path / "adapter")
+    with pytest.raises(ValueError, match="the folder of an adapter"):
+        _trainer(workshop, tmp_path, teacher_model=str(tmp_path / "adapter"))
+
+
 _SAID = {"role": "assistant", "content": "w2"}
 _ASKED = {"role": "user", "content": "w1"}
 

@@ -67,7 +67,7 @@ def test_a_later_run_loads_only_the_head_and_equals_the_first_bit_for_bit(
     without, tokens_of_all = _train(workshop, tmp_path, store="off", **arguments)
     first, tokens = _train(workshop, tmp_path, **arguments)
     assert 0 < tokens <= tokens_of_all / 2  # none in the second epoch
-    assert first.explain()["teacher"].reason.startswith("Scores each row once.")
+    assert first.explain()["teacher"].reason.startswith("The teacher scores each row once, ")
     later, tokens_of_later = _train(workshop, tmp_path, **arguments)
     assert tokens_of_later == 0
     assert later.teacher_model is None
@@ -201,7 +201,7 @@ def test_the_plan_states_the_size_before_it_fills(workshop: Workshop, tmp_path: 
         teacher_store_dir=str(tmp_path / "store"),
     )
     reason = trainer.explain()["teacher"].reason
-    assert "128 bytes for each token of a completion, about 0.0 MiB for the training data" in reason
+    assert "128 bytes for each token of a completion, about 6.4 KiB for 8 rows" in reason
 
 
 @pytest.mark.parametrize(

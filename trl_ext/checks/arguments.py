@@ -334,7 +334,7 @@ def check_offloading_device(device: Any) -> None:
         )
 
 
-def check_completion_length(config: Any, model: Any) -> None:
+def check_completion_length(config: Any, model: Any, name: str = "the model") -> None:
     """Raise `ValueError` if `max_completion_length` leaves no room for a prompt in the model's table of positions.
 
     Only warn if the model has no table: it generates beyond the length that it was made for, with unknown quality.
@@ -347,12 +347,12 @@ def check_completion_length(config: Any, model: Any) -> None:
     ends_before = config.use_vllm or "max_new_tokens" in (config.generation_kwargs or {})
     if has_position_table(model, positions) and not ends_before:
         raise ValueError(
-            f"`max_completion_length={completion_length}` leaves no room for a prompt: the model has positions for "
+            f"`max_completion_length={completion_length}` leaves no room for a prompt: {name} has positions for "
             f"{positions} tokens (`max_position_embeddings`). Lower `max_completion_length`, or use a model with more "
             "positions."
         )
     logger.warning(
-        f"`max_completion_length={completion_length}` is not less than the {positions} tokens that the model was "
+        f"`max_completion_length={completion_length}` is not less than the {positions} tokens that {name} was "
         "made for (`max_position_embeddings`)."
     )
 

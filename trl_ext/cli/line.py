@@ -27,7 +27,7 @@ class Need:
 _MODEL = Need("model_name_or_path", "a folder, or a name on the Hub")
 _DATA = Need("dataset_name", "a file, a folder, or a name on the Hub", ("datasets",))
 _REWARDS = Need("reward_funcs", "such as `my_rewards.py:brevity`", ("reward_model_name_or_path",))
-_TEACHER = Need("teacher_model_name_or_path", "a folder, or a name on the Hub", ("use_peft",))
+_TEACHER = Need("teacher_model_name_or_path", "a folder, or a name on the Hub; not needed with `--use_peft`")
 # The types of files with data, and what `datasets` calls them
 DATA_FORMATS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}
 METHODS = {
@@ -373,6 +373,8 @@ def _check_needs(line: Line, needs: tuple[Need, ...]) -> None:
     def lacks(*names: str) -> bool:
         return all(line.value(name) in (None, "") for name in names)
 
+    if line.is_on("use_peft") or line.base is not None:  # the base model of the student's adapter is the teacher
+        needs = tuple(need for need in needs if need != _TEACHER)
     missing_arguments = [f"`--{need.name}` ({need.hint})" for need in needs if lacks(need.name, *need.alternatives)]
     if not missing_arguments:
         return

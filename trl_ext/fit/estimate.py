@@ -48,9 +48,7 @@ def step_of(run: Run) -> Step:
     is_distilled = run.method == "distillation"
     tokens = longest if is_scored else longest - 1  # an LM predicts nothing from a row's last token
     has_reference = _has_reference(run)
-    has_model = has_reference and not policy.has_adapter
-    if is_distilled:  # without a name, the base model of the student's adapter is the teacher
-        has_model = training.teacher_model_name_or_path is not None
+    has_model = policy.has_teacher if is_distilled else has_reference and not policy.has_adapter
     reference_batches = 0
     if has_reference:
         # KTO's KL term scores the rows again, with completions of other rows

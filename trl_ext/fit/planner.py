@@ -97,6 +97,8 @@ class Planner:
         training = self.run.training
         if not self.facts.packs:
             reason = "which this model needs. Use `estimate`"
+        elif not self.facts.teacher_packs:
+            reason = "which the teacher needs. Use `estimate`"
         elif training.padding_free is False:
             reason = "which `--padding_free false` asks for. Leave it out"
         elif training.neftune_noise_alpha is not None:

@@ -4,7 +4,8 @@ import os
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from peft import PeftConfig, get_peft_model
@@ -26,7 +27,8 @@ class Policy:
     make: Callable[[], Any]  # the policy with its adapters, in training mode
     make_reference: Callable[[], Any]  # a separate reference model, or the teacher
     has_adapter: bool
-    longest_row: int  # tokens for which the model has positions
+    has_teacher: bool  # the teacher is a separate model
+    longest_row: int  # tokens for which the model, and a teacher, has positions
     dtype: torch.dtype
     config: Any  # the model's
     name: str  # of the model, or of an adapter's base
@@ -37,6 +39,7 @@ class ModelFacts:
     """What a choice of micro-batches needs to know about the policy."""
 
     packs: bool  # batches run without padding
+    teacher_packs: bool  # those of a separate teacher, too
     shares_prompts: bool  # rows of a forward share their prompt in training
     has_router_loss: bool
     positions_by_length: bool  # positions depend on the longest row of a forward
@@ -82,6 +85,11 @@ def policy_of(run: Run) -> Policy:
     trusts = arguments["trust_remote_code"]
     config = _config_of("model_name_or_path", name, run.model.model_revision, trusts)
     dtype = _dtype_of(arguments, config)
+    longest_row = _positions(config)
+    teacher = _teacher_of(run)
+    if teacher is not None:
+        longest_row = min(longest_row, _positions(teacher.config))
+        _check_vocabulary(teacher.config, config)
 
     def make_base() -> Any:
         attention = arguments["attn_implementation"]
@@ -115,32 +123,67 @@ def policy_of(run: Run) -> Policy:
         return model.train()
 
     def make_reference() -> Any:
-        model = _make_teacher(run) if run.method == "distillation" else make_base()
+        model = make_base() if teacher is None else teacher.make()
         return model.eval().requires_grad_(False)
 
     return Policy(
         make=make,
         make_reference=make_reference,
         has_adapter=adapter is not None,
-        longest_row=getattr(config.get_text_config(), "max_position_embeddings", None) or 2**20,
+        has_teacher=teacher is not None,
+        longest_row=longest_row,
         dtype=dtype or torch.float32,
         config=config,
         name=name,
     )
 
 
-def _make_teacher(run: Run) -> Any:
-    """Return the model of `teacher_model_name_or_path`."""
-    arguments = teacher_init_arguments(run.training, run.model)
-    trusts = arguments.get("trust_remote_code", run.training.trust_remote_code)
-    name = run.training.teacher_model_name_or_path
-    config = _config_of("teacher_model_name_or_path", name, run.training.teacher_model_revision, trusts)
-    return AutoModelForCausalLM.from_config(
+class _Teacher(NamedTuple):
+    config: Any
+    make: Callable[[], Any]
+
+
+def _teacher_of(run: Run) -> _Teacher | None:
+    """Return the model of `teacher_model_name_or_path`, if there is one.
+
+    Raises:
+        `ArgumentError`: there is no teacher.
+    """
+    if run.method != "distillation":
+        return None
+    training = run.training
+    name = training.teacher_model_name_or_path
+    if name is None:
+        if not run.model.use_peft and not is_adapter(run.model.model_name_or_path):
+            raise ArgumentError(
+                "`--teacher_model_name_or_path` is not set. Set it, or pass `--use_peft`: then the base model is the "
+                "teacher."
+            )
+        return None
+    arguments = teacher_init_arguments(training, run.model)
+    trusts = arguments.get("trust_remote_code", training.trust_remote_code)
+    config = _config_of("teacher_model_name_or_path", name, training.teacher_model_revision, trusts)
+    make = partial(
+        AutoModelForCausalLM.from_config,
         config,
         dtype=_dtype_of(arguments, config),
         attn_implementation=arguments["attn_implementation"],
         trust_remote_code=trusts,
     )
+    return _Teacher(config, make)
+
+
+def _positions(config: Any) -> int:
+    return getattr(config.get_text_config(), "max_position_embeddings", None) or 2**20
+
+
+def _check_vocabulary(teacher: Any, student: Any) -> None:
+    sizes = [config.get_text_config().vocab_size for config in (teacher, student)]
+    if sizes[0] != sizes[1]:
+        raise ArgumentError(
+            f"`--teacher_model_name_or_path` has a vocabulary of {sizes[0]:,} tokens (`vocab_size`), but "
+            f"`--model_name_or_path` one of {sizes[1]:,}. Use a teacher with the student's vocabulary."
+        )
 
 
 def _config_of(argument: str, name: str, revision: str | None, trust_remote_code: bool) -> Any:
@@ -154,8 +197,11 @@ def _config_of(argument: str, name: str, revision: str | None, trust_remote_code
 
 
 def _dtype_of(arguments: dict[str, Any], config: Any) -> torch.dtype:
-    dtype: torch.dtype = config.dtype if arguments["dtype"] == "auto" else getattr(torch, arguments["dtype"])
-    return dtype
+    name = arguments["dtype"]
+    dtype: Any = config.dtype if name == "auto" else getattr(torch, str(name), None)
+    if name != "auto" and not isinstance(dtype, torch.dtype):
+        raise ArgumentError(f"The `dtype` of a model must be 'auto' or the name of a torch dtype, got {name!r}.")
+    return dtype  # type: ignore[no-any-return]
 
 
 def facts_of(policy: Policy, router_aux_loss_coef: float | None) -> ModelFacts:
@@ -163,16 +209,23 @@ def facts_of(policy: Policy, router_aux_loss_coef: float | None) -> ModelFacts:
     with torch.device("meta"):
         model = policy.make()
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model
-    packs = Packing(inner, padding_free=True, share_prompts=True).padded_reason is None
+    packs = _packs(inner)
     if inner.get_output_embeddings() is None:
         packs = packs and unknown_class_reason(inner) is None
+    with torch.device("meta"):
+        teacher = policy.make_reference() if policy.has_teacher else None
     config = inner.config.get_text_config()
     coefficient = getattr(config, "router_aux_loss_coef", 0.0) if router_aux_loss_coef is None else router_aux_loss_coef
     return ModelFacts(
         packs=packs,
+        teacher_packs=teacher is None or _packs(teacher),
         shares_prompts=packs and randomness_of(model) is None,
         has_router_loss=hasattr(config, "output_router_logits") and coefficient != 0.0,
         positions_by_length=positions_by_length(inner),
         weight_bytes=sum(x.nbytes for x in model.parameters()),
         trained_bytes=sum(x.nbytes for x in model.parameters() if x.requires_grad),
     )
+
+
+def _packs(model: Any) -> bool:
+    return Packing(model, padding_free=True, share_prompts=True).padded_reason is None

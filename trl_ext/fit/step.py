@@ -214,9 +214,9 @@ class _Rank:
                 peaks.append(self._earlier_micro_batch(step))
             score = partial(_scores, step)
             if step.head == DIVERGENCE_HEAD:
-                teacher, peak = self._teacher_pass(step)
-                score = partial(_divergence, step, teacher)
-                peaks.append(peak)
+                teachers: list[_Teacher] = []
+                peaks.append(self._teacher_pass(step, teachers))
+                score = partial(_divergence, step, teachers)
             elif step.reference_batches:
                 reference_step = replace(
                     step,
@@ -259,17 +259,15 @@ class _Rank:
             self._zero.free()
         return (self._records.held_bytes, self._records.host) == self._held
 
-    def _teacher_pass(self, step: Step) -> tuple["_Teacher", int]:
-        """Return what the divergence reads of the teacher, and the bytes of the pass's highest total."""
-        teachers: list[_Teacher] = []
+    def _teacher_pass(self, step: Step, teachers: list[_Teacher]) -> int:
+        """Add what the divergence reads of the teacher to a list. Return the bytes of the pass's highest total."""
 
         def take(inner: Any, hidden_NH: Tensor) -> Tensor:
             teachers.append(_Teacher(_divergence_head(inner), hidden_NH))
             return hidden_NH
 
         with torch.no_grad():
-            peak = _micro_batch(step, self._scorer, self._fake, self._records, take).peak
-        return teachers[0], peak
+            return _micro_batch(step, self._scorer, self._fake, self._records, take).peak
 
     def _earlier_micro_batch(self, step: Step) -> int:
         """Make the gradients that an earlier micro-batch leaves, and return the bytes of its highest total."""
@@ -468,7 +466,8 @@ def _divergence_head(inner: Any) -> DivergenceHead:
     return DivergenceHead(linear.weight, linear.bias, logit_transform(inner.config, 1.0))
 
 
-def _divergence(step: Step, teacher: _Teacher, inner: Any, hidden_NH: Tensor) -> Tensor:
+def _divergence(step: Step, teachers: list[_Teacher], inner: Any, hidden_NH: Tensor) -> Tensor:
+    teacher = teachers.pop()  # nothing else holds it during the backward pass
     head = _divergence_head(inner)
     scores = partial(linear_divergence, hidden_NH, head, teacher.hidden, teacher.head, step.beta)
     if step.device.type == "cpu":

@@ -90,6 +90,8 @@ class DistillationTrainer(ExactTrainer, trl.DistillationTrainer):
         super()._ready(callbacks)
         if not self._replaces("generation"):
             check_completion_length(self.args, self.model)
+            if self.teacher_model is not None:
+                check_completion_length(self.args, self._teacher.inner_model(), "`teacher_model`")
             check_ends(self)
         if not self._replaces("batches"):
             if self._features.why_off("checks of data") is None:

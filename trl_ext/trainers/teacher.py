@@ -4,6 +4,7 @@ import logging
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -76,10 +77,18 @@ class Teacher:
         """Take the argument `teacher_model` of TRL's trainer, unless it need not be loaded.
 
         Returns names of TRL's module to replace, so that a load is noticed.
+
+        Raises:
+            `ValueError`: it is the folder of an adapter, which TRL cannot load.
         """
         self._model = arguments.get("teacher_model")
         if not isinstance(self._model, str):
             return {}
+        if Path(self._model, "adapter_config.json").is_file():
+            raise ValueError(
+                f"`teacher_model` is '{self._model}', the folder of an adapter. Merge the adapter into its base model, "
+                "or pass the loaded model."
+            )
         if self.store is not None and self.store.find(self._model):
             self._waits = True
             arguments["teacher_model"] = None
@@ -143,7 +152,7 @@ class Teacher:
             if not self.store.has_all_rows():
                 self._load()
         if not self._waits:
-            model = self._inner_model()
+            model = self.inner_model()
             self._size = self.store.expected_size(model.config.get_text_config().hidden_size, model.dtype.itemsize)
 
     def _load(self) -> None:
@@ -158,7 +167,8 @@ class Teacher:
         """Return the teacher's model without the engine's wrapper, perhaps with an adapter."""
         return uncompiled(self.trainer.accelerator.unwrap_model(self.trainer.teacher_model))
 
-    def _inner_model(self) -> Any:
+    def inner_model(self) -> Any:
+        """Return the teacher's model, without the engine's wrapper and without adapters."""
         return base_of(self._unwrapped_model())
 
     def begin(self) -> None:
@@ -183,7 +193,7 @@ class Teacher:
         """Whether code of the user has set another `teacher_model`."""
         if self.trainer.teacher_model is None:
             return False
-        return self._attached_model is None or self._inner_model() is not self._attached_model()
+        return self._attached_model is None or self.inner_model() is not self._attached_model()
 
     def _attach_replacement(self) -> None:
         """Attach a model that code of the user has set in place of the teacher."""
@@ -210,7 +220,7 @@ class Teacher:
             reason = "All hidden states are stored, so only the teacher's head is loaded."
             return Decision("teacher", "reuse", reason, folder=folder)
         size = f" ({self._size})" if self._size else ""
-        reason = f"Scores each row once. Its hidden states are stored{size}."
+        reason = f"The teacher scores each row once, and its hidden states are stored{size}."
         return Decision("teacher", "reuse", reason, folder=folder)
 
     # Training
@@ -255,7 +265,7 @@ class Teacher:
     def head(self) -> tuple[LinearHead, LogitTransform]:
         """Return the head of the teacher's model."""
         forward = self.scorer.forwards[1]
-        return forward.linear_head(self._inner_model())[0], forward.transform
+        return forward.linear_head(self.inner_model())[0], forward.transform
 
     def _initial_head(self, head: LinearHead) -> LinearHead:
         """Return the head of the base model with its values from before training."""

@@ -315,7 +315,8 @@ class TeacherStore:
         measured_rows = dataset.select(range(0, len(dataset), max(1, len(dataset) // _ROWS_MEASURED)))
         tokens = [len(completion_ids) for _, completion_ids in self._token_ids(measured_rows)]
         mebibytes = sum(tokens) / len(tokens) * len(dataset) * width * itemsize / 2**20
-        return f"{token_size}, about {mebibytes:,.1f} MiB for the training data"
+        size = f"{mebibytes:,.1f} MiB" if mebibytes >= 1 else f"{mebibytes * 1024:,.1f} KiB"
+        return f"{token_size}, about {size} for {len(dataset):,} rows"
 
     # For each batch
 
