@@ -1,6 +1,7 @@
 """The store of a teacher's hidden states: later epochs and runs equal a run without it, and run no teacher."""
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -310,6 +311,27 @@ def test_a_teacher_that_changes_after_it_is_loaded_late_is_an_error(workshop: Wo
         trainer.teacher_model.lm_head.weight.mul_(2)
     with pytest.raises(RuntimeError, match="The weights or adapters of `teacher_model` have changed during training"):
         trainer.evaluate(others.select(range(2 * _ROWS, 3 * _ROWS)))
+
+
+def test_files_of_the_teacher_that_change_before_it_is_loaded_late_are_an_error(
+    workshop: Workshop, tmp_path: Path
+) -> None:
+    files = tmp_path / "teacher"
+    shutil.copytree(workshop.model("untied", seed=REFERENCE_SEED), files)
+    _build(workshop, tmp_path, teacher_model=str(files)).train()
+    other_rows = with_completions(2 * _ROWS).select(range(_ROWS, 2 * _ROWS))
+    trainer = _build(workshop, tmp_path, teacher_model=str(files))
+    assert trainer.teacher_model is None
+    shutil.rmtree(files)
+    shutil.copytree(workshop.model("untied", seed=REFERENCE_SEED + 1), files)
+    with pytest.raises(RuntimeError, match="The files of `teacher_model` have changed since the trainer was built"):
+        trainer.evaluate(other_rows)
+    shutil.rmtree(files)
+    shutil.copytree(workshop.model("untied", seed=REFERENCE_SEED), files)
+    later = _build(workshop, tmp_path, teacher_model=str(files))
+    assert later.teacher_model is None
+    head = AutoModelForCausalLM.from_pretrained(files).lm_head.weight
+    assert later._teacher.store._head.weight.equal(head)
 
 
 def _build(workshop: Workshop, folder: Path, **changes: Any) -> Any:

@@ -395,7 +395,7 @@ def _warn_of_unread_options(dataset: Any, name: str, config: Any, method: str) -
 
 
 def check_column(train_dataset: Any, eval_dataset: Any, column: str) -> None:
-    """Raise `ValueError` if a data set lacks the column of completions, or it is empty or has the prompt in a row."""
+    """Raise `ValueError` if a data set lacks the column of completions, or if one is empty or repeats its prompt."""
     for name, dataset in named_datasets(train_dataset, eval_dataset):
         columns = columns_of(dataset)
         if columns is not None and column not in columns:
@@ -414,7 +414,7 @@ def check_column(train_dataset: Any, eval_dataset: Any, column: str) -> None:
                     "messages in the other. Use the same in both."
                 )
             rows = sampled_rows(dataset, ("prompt", column))
-            # Text may begin with its prompt; messages with one of a user are an error in the first step
+            # Text may begin with its prompt. A user's message would be an error only in the first step
             chats = {place: row for place, row in rows.items() if is_messages(row["prompt"])}
             check_repeated_prompts(chats, ("prompt", column), name)
 

@@ -97,10 +97,14 @@ def _notes(estimated: Run, policy: Policy) -> list[str]:
     if estimated.longest_row > policy.longest_row:
         notes.insert(
             0,
-            f"The arguments allow rows of {estimated.longest_row:,} tokens, but the model has {policy.longest_row:,} "
-            f"positions, so the estimate is for rows of {policy.longest_row:,} tokens.",
+            f"The arguments allow rows of {estimated.longest_row:,} tokens, but {_models(policy)} has "
+            f"{policy.longest_row:,} positions, so the estimate is for rows of {policy.longest_row:,} tokens.",
         )
     return notes
+
+
+def _models(policy: Policy) -> str:
+    return "the model or its teacher" if policy.has_teacher else "the model"
 
 
 def _longest(step: Step, policy: Policy, limit: int, progress: CountingLine) -> str:
@@ -108,7 +112,7 @@ def _longest(step: Step, policy: Policy, limit: int, progress: CountingLine) -> 
     longest, most = longest_rows(step, policy.longest_row, limit, progress.update)
     why_no_longer = ""
     if longest + 64 > policy.longest_row:
-        why_no_longer = " (the model takes no longer rows)"
+        why_no_longer = f" ({_models(policy)} takes no longer rows)"
     elif longest + 64 > most:
         why_no_longer = " (`estimate` counts no longer rows)"
     rows = f"rows of {longest:,} tokens fit" if longest else "no row of 64 tokens fits"

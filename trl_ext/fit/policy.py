@@ -17,6 +17,7 @@ from ..packing.packing import Packing
 from ..packing.randomness import randomness_of
 from ..packing.support import positions_by_length
 from ..scoring.classifier import unknown_class_reason
+from ..scoring.model_inputs import has_position_table
 from .run import ArgumentError, Run
 
 
@@ -72,7 +73,8 @@ def policy_of(run: Run) -> Policy:
     """Return the policy of a run.
 
     Raises:
-        `ArgumentError`: its weights are quantized before they are loaded.
+        `ArgumentError`: weights are quantized before they are loaded, a `dtype` is unknown, or the teacher is missing,
+            is the folder of an adapter, or has another vocabulary.
     """
     training = run.training
     name = run.model.model_name_or_path
@@ -88,7 +90,7 @@ def policy_of(run: Run) -> Policy:
     longest_row = _positions(config)
     teacher = _teacher_of(run)
     if teacher is not None:
-        longest_row = min(longest_row, _positions(teacher.config))
+        longest_row = min(longest_row, _rows_of_table(teacher))
         _check_vocabulary(teacher.config, config)
 
     def make_base() -> Any:
@@ -144,11 +146,7 @@ class _Teacher(NamedTuple):
 
 
 def _teacher_of(run: Run) -> _Teacher | None:
-    """Return the model of `teacher_model_name_or_path`, if there is one.
-
-    Raises:
-        `ArgumentError`: there is no teacher.
-    """
+    """Return the model of `teacher_model_name_or_path`, if there is one."""
     if run.method != "distillation":
         return None
     training = run.training
@@ -160,6 +158,11 @@ def _teacher_of(run: Run) -> _Teacher | None:
                 "teacher."
             )
         return None
+    if is_adapter(name) and not os.path.isfile(os.path.join(name, "config.json")):
+        raise ArgumentError(
+            f"`--teacher_model_name_or_path` is '{name}', the folder of an adapter. Merge the adapter into its base "
+            "model."
+        )
     arguments = teacher_init_arguments(training, run.model)
     trusts = arguments.get("trust_remote_code", training.trust_remote_code)
     config = _config_of("teacher_model_name_or_path", name, training.teacher_model_revision, trusts)
@@ -177,12 +180,21 @@ def _positions(config: Any) -> int:
     return getattr(config.get_text_config(), "max_position_embeddings", None) or 2**20
 
 
-def _check_vocabulary(teacher: Any, student: Any) -> None:
-    sizes = [config.get_text_config().vocab_size for config in (teacher, student)]
-    if sizes[0] != sizes[1]:
+def _rows_of_table(teacher: _Teacher) -> int:
+    """Return the tokens for which a teacher has learned positions. Other positions do not limit its rows."""
+    positions = _positions(teacher.config)
+    with torch.device("meta"):
+        model = teacher.make()
+    return positions if has_position_table(model, positions) else 2**20
+
+
+def _check_vocabulary(teacher_config: Any, student_config: Any) -> None:
+    teacher_size = teacher_config.get_text_config().vocab_size
+    student_size = student_config.get_text_config().vocab_size
+    if teacher_size != student_size:
         raise ArgumentError(
-            f"`--teacher_model_name_or_path` has a vocabulary of {sizes[0]:,} tokens (`vocab_size`), but "
-            f"`--model_name_or_path` one of {sizes[1]:,}. Use a teacher with the student's vocabulary."
+            f"`--teacher_model_name_or_path` has a vocabulary of {teacher_size:,} tokens (`vocab_size`), but "
+            f"`--model_name_or_path` one of {student_size:,}. Use a teacher with the student's vocabulary."
         )
 
 
@@ -198,8 +210,9 @@ def _config_of(argument: str, name: str, revision: str | None, trust_remote_code
 
 def _dtype_of(arguments: dict[str, Any], config: Any) -> torch.dtype:
     name = arguments["dtype"]
-    dtype: Any = config.dtype if name == "auto" else getattr(torch, str(name), None)
-    if name != "auto" and not isinstance(dtype, torch.dtype):
+    is_auto = name in ("auto", None)
+    dtype: Any = config.dtype if is_auto else getattr(torch, str(name), None)
+    if not is_auto and not isinstance(dtype, torch.dtype):
         raise ArgumentError(f"The `dtype` of a model must be 'auto' or the name of a torch dtype, got {name!r}.")
     return dtype  # type: ignore[no-any-return]
 

@@ -89,9 +89,10 @@ class DistillationTrainer(ExactTrainer, trl.DistillationTrainer):
     def _ready(self, callbacks: Any) -> None:
         super()._ready(callbacks)
         if not self._replaces("generation"):
-            check_completion_length(self.args, self.model)
-            if self.teacher_model is not None:
-                check_completion_length(self.args, self._teacher.inner_model(), "`teacher_model`")
+            if self._completions is None:  # with a column, the argument only cuts completions
+                check_completion_length(self.args, self.model)
+                if self.teacher_model is not None:
+                    check_completion_length(self.args, self._teacher.inner_model(), "`teacher_model`")
             check_ends(self)
         if not self._replaces("batches"):
             if self._features.why_off("checks of data") is None:

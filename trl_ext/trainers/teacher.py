@@ -79,12 +79,13 @@ class Teacher:
         Returns names of TRL's module to replace, so that a load is noticed.
 
         Raises:
-            `ValueError`: it is the folder of an adapter, which TRL cannot load.
+            `ValueError`: it is the folder of an adapter alone, which TRL cannot load.
         """
         self._model = arguments.get("teacher_model")
         if not isinstance(self._model, str):
             return {}
-        if Path(self._model, "adapter_config.json").is_file():
+        folder = Path(self._model)
+        if (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file():
             raise ValueError(
                 f"`teacher_model` is '{self._model}', the folder of an adapter. Merge the adapter into its base model, "
                 "or pass the loaded model."

@@ -91,7 +91,7 @@ class TeacherStore:
         self._keeps_padding = False
         self._vocabulary = 0
         self._is_watched = False  # whether a change of the teacher in memory can be noticed
-        self._state: list[Any] | None = None  # of the teacher when training began
+        self._state: list[Any] | None = None  # of the teacher when training began, or when it was loaded later
 
     # Which teacher
 
@@ -177,7 +177,6 @@ class TeacherStore:
         if self._is_watched:
             identity = self._identity
             if self._identity_of(model) != identity:
-                self.forget_name()
                 self._identify(model)
         self.watch(model)
 
@@ -191,7 +190,10 @@ class TeacherStore:
         self._source = None
 
     def _identify(self, model: Any) -> None:
-        self._identity = self._identity_of(model)
+        identity = self._identity_of(model)
+        if self._identity not in ("", identity):
+            self.forget_name()
+        self._identity = identity
         self._keeps_padding = not can_rebase(model)
         self._vocabulary = model.config.get_text_config().vocab_size
         self._head = StoredHead.read(self.folder / self._identity)
@@ -286,9 +288,9 @@ class TeacherStore:
             labels_1S[:, : len(prompt_ids)] = -100
             (key,) = self._states.keys(ids_1S, torch.ones_like(ids_1S), labels_1S)
             tokens = len(completion_ids)
-            # Damage is found in training, when a teacher that is sharded can no longer be loaded
-            is_held = self._states.is_listed(key, tokens)
-            if not is_held or (self.ranks.is_sharded and self._states.get(key, tokens) is None):
+            # Damage shows when states are read: now, if the teacher is sharded, which cannot be loaded in training
+            is_stored = self._states.is_listed(key, tokens)
+            if not is_stored or (self.ranks.is_sharded and self._states.get(key, tokens) is None):
                 return False
         return True
 
@@ -343,7 +345,13 @@ class TeacherStore:
                 )
             # A pass needs all ranks, also one that lacks no row
             part = rows.subset(missing_rows or [0])
+            identity = self._identity
             inputs = teacher.run(part)
+            if self._identity != identity:
+                raise RuntimeError(
+                    "The files of `teacher_model` have changed since the trainer was built, so its stored hidden "
+                    "states are another model's. Start the run again."
+                )
             processed_tokens = part.labels.numel()
             if self._states is None:
                 self._create(inputs)
@@ -375,7 +383,7 @@ class TeacherStore:
         return self._states.keys(rows.inputs["input_ids"], rows.inputs["attention_mask"], rows.labels)
 
     def check_unchanged(self, model: Any) -> None:
-        """Raise `RuntimeError` if the weights or adapters of the teacher have changed since training began."""
+        """Raise `RuntimeError` if the weights or adapters of the teacher have changed since `watch`."""
         if self._state is not None and self._state != _state_of(model):
             raise RuntimeError(
                 "The weights or adapters of `teacher_model` have changed during training, so its stored hidden states "
