@@ -88,7 +88,8 @@ def test_dpo_in_fp32_differs_from_trl_by_the_rounding_of_sums(
     logged = losses(trl_ext, model, tokenizer, pairs, tmp_path / "trl_ext")
     assert abs(stock["logps/chosen"]) > 1000
     assert logged["logps/chosen"] == pytest.approx(stock["logps/chosen"], rel=1e-6)
-    assert logged["loss"] == pytest.approx(stock["loss"], rel=1e-4)
+    # Sums round, and the weights come from a first step: the difference is 1.8e-4 on some CPUs
+    assert logged["loss"] == pytest.approx(stock["loss"], rel=5e-4)
 
 
 @torch.no_grad()
